@@ -1,0 +1,1 @@
+"""What goes on the hub: model cards and the exporter."""

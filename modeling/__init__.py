@@ -1,0 +1,1 @@
+"""What a model computes: towers, projectors, full models."""

@@ -1,0 +1,412 @@
+"""LFM3-VL: a tower of gated 2-D convolutions and bidirectional attention over packed patches, and the model around it.
+
+Architecture, names and numbers: the checkpoint LiquidAI/LFM3-VL-2B.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MultimodalBaseModelOutputWithPast,
+    MultimodalCausalLMOutputWithPast,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, torch_compilable_check
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import accepts_precomputed_kwargs, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
+from .checkpoint_formats import register_checkpoint_formats
+from .packed_attention import eager_attention, packed_attention
+from .patch_grids import PackedFrames, PatchGrids
+from .vision_layers import RMSNorm, axial_rotary, rotate
+
+register_checkpoint_formats()
+
+
+class Lfm3VlVisionAttention(nn.Module):
+    """Grouped-query attention among the patches of one frame; each query and key head is normalised, then rotated."""
+
+    is_causal = False
+
+    def __init__(self, config: Lfm3VlVisionConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        key_value_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+        # (num_patches, num_heads, head_dim)
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query = rotate(self.q_norm(query), cos, sin)
+        key = rotate(self.k_norm(key), cos, sin)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attended, weights = packed_attention(
+            interface, self, query, key, value, segments=frames.segments, cu_seqlens=cu_seqlens, **kwargs
+        )
+        return self.out_proj(attended), weights
+
+
+class Lfm3VlVisionConv(nn.Module):
+    """Depthwise convolution over each frame's grid, gated before and after; zeros lie beyond a frame's border."""
+
+    def __init__(self, config: Lfm3VlVisionConfig):
+        super().__init__()
+        size, kernel = config.hidden_size, config.conv_kernel_size
+        self.in_proj = nn.Linear(size, 3 * size, bias=False)
+        self.spatial_conv = nn.Conv2d(size, size, kernel, padding=kernel // 2, groups=size, bias=False)
+        self.out_proj = nn.Linear(size, size, bias=False)
+
+    def forward(self, hidden_states, frames: PackedFrames):
+        gate_in, gate_out, values = self.in_proj(hidden_states).chunk(3, dim=-1)
+        gated = gate_in * values
+        convolved = []
+        for (count, rows, cols), patches in zip(frames.runs, gated.split([n * r * c for n, r, c in frames.runs])):
+            # (count, channels, rows, cols), channels last in memory: a view of raster order
+            grid = patches.view(count, rows, cols, -1).permute(0, 3, 1, 2)
+            convolved.append(self.spatial_conv(grid).permute(0, 2, 3, 1).reshape(count * rows * cols, -1))
+        return self.out_proj(gate_out * torch.cat(convolved))
+
+
+class Lfm3VlVisionMLP(nn.Module):
+    """Gated feed-forward: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: Lfm3VlVisionConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states):
+        return self.w2(F.silu(self.w1(hidden_states)) * self.w3(hidden_states))
+
+
+class Lfm3VlVisionLayer(GradientCheckpointingLayer):
+    """A convolution or attention operator, then the feed-forward; each normalised before and added to its input."""
+
+    def __init__(self, config: Lfm3VlVisionConfig, layer_idx: int):
+        super().__init__()
+        self.operator_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.layer_types[layer_idx] == "full_attention":
+            self.self_attn = Lfm3VlVisionAttention(config)
+        else:
+            self.conv = Lfm3VlVisionConv(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = Lfm3VlVisionMLP(config)
+
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+        normed = self.operator_norm(hidden_states)
+        if hasattr(self, "self_attn"):
+            mixed, _ = self.self_attn(normed, cos, sin, cu_seqlens, frames, **kwargs)
+        else:
+            mixed = self.conv(normed, frames)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
+
+
+class Lfm3VlPreTrainedModel(PreTrainedModel):
+    config: Lfm3VlConfig
+    base_model_prefix = "model"
+    input_modalities = ("image", "video", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Lfm3VlVisionLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+
+class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
+    """The LFM3-VL tower over the packed patches of any number of images and videos of any size."""
+
+    config: Lfm3VlVisionConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image", "video")
+    _input_embed_layer = "patch_embed"
+    _can_record_outputs = {"hidden_states": Lfm3VlVisionLayer, "attentions": Lfm3VlVisionAttention}
+
+    def __init__(self, config: Lfm3VlVisionConfig):
+        super().__init__(config)
+        self.spatial_merge_size = config.spatial_merge_size
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=False)
+        self.embedding_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(Lfm3VlVisionLayer(config, index) for index in range(config.num_hidden_layers))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """Encode patches.
+
+        Args:
+            pixel_values: (num_patches, in_channels * temporal_patch_size * patch_size**2), float; each patch flattened
+                in the order (channel, temporal, row, column), patches in merge-block order. Cast to the embedding's dtype.
+            grid_thw: (num_images_or_videos, 3), int64: temporal steps, rows and columns of each, in patches.
+            kwargs: `output_hidden_states`, `output_attentions` (one map per temporal step, under `eager`), and
+                transformers' precomputed `position_ids` (num_patches, 2), `cu_seqlens`, `max_seqlen`.
+
+        Returns:
+            `last_hidden_state` (num_patches, hidden_size) in the order of the input.
+
+        Raises:
+            ValueError: shapes or grids that do not fit together, or that the merge size does not divide.
+        """
+        if pixel_values.ndim != 2 or pixel_values.shape[1] != self.config.patch_dim:
+            raise ValueError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; give (num_patches, {self.config.patch_dim}), each "
+                f"row one patch of {self.config.in_channels} channels x {self.config.temporal_patch_size} frames x "
+                f"{self.config.patch_size} x {self.config.patch_size} pixels."
+            )
+        grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
+        positions = grids.tower_positions(kwargs)
+        cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
+        cos, sin = axial_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
+
+        pixel_values = grids.enter(pixel_values.to(self.patch_embed.weight.dtype))
+        outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
+        return grids.leave_outputs(outputs)
+
+    @capture_outputs
+    def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+        hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
+
+
+class Lfm3VlMultiModalProjector(nn.Module):
+    """Normalises each patch, joins the patches of a merge block, and maps the block to the text width."""
+
+    def __init__(self, config: Lfm3VlConfig):
+        super().__init__()
+        vision = config.vision_config
+        self.merged_size = vision.hidden_size * vision.spatial_merge_size**2
+        self.layer_norm = nn.LayerNorm(vision.hidden_size, eps=1e-6)
+        self.linear_1 = nn.Linear(self.merged_size, config.projector_hidden_size, bias=config.projector_bias)
+        self.act = ACT2FN[config.projector_hidden_act]
+        self.linear_2 = nn.Linear(
+            config.projector_hidden_size, config.text_config.hidden_size, bias=config.projector_bias
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(num_patches, hidden_size) in merge-block order -> (num_patches / spatial_merge_size**2, text width)."""
+        merged = self.layer_norm(hidden_states).reshape(-1, self.merged_size)
+        return self.linear_2(self.act(self.linear_1(merged)))
+
+
+class Lfm3VlModel(Lfm3VlPreTrainedModel):
+    """Tower, projector and text model, without the language head."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: Lfm3VlConfig):
+        super().__init__(config)
+        self.vision_tower = Lfm3VlVisionModel(config.vision_config)
+        self.multi_modal_projector = Lfm3VlMultiModalProjector(config)
+        self.language_model = AutoModel.from_config(config.text_config)
+        self.post_init()
+
+    @accepts_precomputed_kwargs(modality="image")
+    @can_return_tuple
+    def get_image_features(
+        self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """The tower's outputs, with `pooler_output` one tensor (tokens of that image, text width) per image."""
+        outputs = self.vision_tower(pixel_values, grid_thw=image_grid_thw, return_dict=True, **kwargs)
+        features = self.multi_modal_projector(outputs.last_hidden_state)
+        tokens = image_grid_thw.prod(-1) // self.vision_tower.spatial_merge_size**2
+        outputs.pooler_output = features.split(tokens.tolist())
+        return outputs
+
+    @accepts_precomputed_kwargs(modality="video")
+    @can_return_tuple
+    def get_video_features(
+        self, pixel_values_videos: torch.Tensor, video_grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """The same for videos: one tensor per video, its temporal steps one after the other."""
+        return self.get_image_features(pixel_values_videos, video_grid_thw, return_dict=True, **kwargs)
+
+    def _place(self, inputs_embeds, input_ids, features, token_id: int, media: str):
+        if input_ids is not None:
+            mask = input_ids == token_id
+        else:
+            token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
+            mask = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+        features = torch.cat(list(features)).to(inputs_embeds.device, inputs_embeds.dtype)
+        torch_compilable_check(
+            mask.sum() == len(features),
+            lambda: (
+                f"The prompts hold {int(mask.sum())} {media} placeholders (token {token_id}) and the {media}s make "
+                f"{len(features)} features; pass input_ids, pixels and grids that the processor returned together."
+            ),
+        )
+        return inputs_embeds.masked_scatter(mask.to(inputs_embeds.device)[..., None], features)
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultimodalBaseModelOutputWithPast:
+        """Put the features of images and videos in place of their placeholders, then run the text model.
+
+        Args:
+            input_ids (batch, length) or inputs_embeds (batch, length, text width): exactly one.
+            pixel_values, pixel_values_videos: packed patches, as the tower takes them.
+            image_grid_thw, video_grid_thw: (n, 3), in the order of the placeholders.
+            mm_encoder_outputs: what `get_image_features` ("image") and `get_video_features` ("video") returned before,
+                instead of pixels.
+
+        Raises:
+            ValueError: both or neither of ids and embeddings, pixels and features of one kind together, pixels without
+                their grid, or another number of placeholders than features.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
+        features = dict(mm_encoder_outputs or {})
+        encoders = {
+            "image": (self.get_image_features, pixel_values, image_grid_thw, self.config.image_token_id),
+            "video": (self.get_video_features, pixel_values_videos, video_grid_thw, self.config.video_token_id),
+        }
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        for media, (encode, pixels, grid, token_id) in encoders.items():
+            if pixels is not None:
+                if features.get(media) is not None:
+                    raise ValueError(f"Pass either {media} pixels or mm_encoder_outputs[{media!r}], not both.")
+                if grid is None:
+                    raise ValueError(f"The {media} pixels came without {media}_grid_thw; pass what the processor returned.")
+                features[media] = encode(pixels, grid, return_dict=True, **kwargs)
+            if features.get(media) is not None:
+                inputs_embeds = self._place(inputs_embeds, input_ids, features[media].pooler_output, token_id, media)
+
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return MultimodalBaseModelOutputWithPast(
+            **outputs, image_outputs=features.get("image"), video_outputs=features.get("video")
+        )
+
+
+class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
+    """LFM3-VL with its language head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+    def __init__(self, config: Lfm3VlConfig):
+        super().__init__(config)
+        self.model = Lfm3VlModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_image_features(
+        self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """See [`Lfm3VlModel.get_image_features`]."""
+        return self.model.get_image_features(pixel_values, image_grid_thw, **kwargs)
+
+    def get_video_features(
+        self, pixel_values_videos: torch.Tensor, video_grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> BaseModelOutputWithPooling:
+        """See [`Lfm3VlModel.get_video_features`]."""
+        return self.model.get_video_features(pixel_values_videos, video_grid_thw, **kwargs)
+
+    def generate(self, *args, generation_config=None, **kwargs):
+        """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
+        if (generation_config or self.generation_config).suppress_tokens is None:
+            kwargs.setdefault("suppress_tokens", [self.config.image_token_id, self.config.video_token_id])
+        return super().generate(*args, generation_config=generation_config, **kwargs)
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultimodalCausalLMOutputWithPast:
+        """As [`Lfm3VlModel`], plus logits and loss.
+
+        Args:
+            labels: (batch, length), int64, -100 where no loss is taken; shifted inside.
+            logits_to_keep: compute logits for the last so many positions (0: all), or for these positions.
+            kwargs: `num_items_in_batch` divides the summed loss under gradient accumulation.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+            use_cache=use_cache,
+            mm_encoder_outputs=mm_encoder_outputs,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            vocab_size = self.config.text_config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return MultimodalCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            image_outputs=outputs.image_outputs,
+            video_outputs=outputs.video_outputs,
+        )

@@ -1,0 +1,54 @@
+"""Layers that the towers share: RMSNorm, gated feed-forward, axial rotary embedding (RoFormer, one axis per half)."""
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square over the last axis, then scales by a learned weight.
+
+    Mean, root, division and scale run in float32; the result is rounded once, to the input's dtype.
+    """
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+@lru_cache
+def axial_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """Rotation per patch of every pair of one axis: (head_dim // 4,), float32, on the CPU.
+
+    No buffer holds them, so no cast of a model and no load through the meta device can change them.
+    """
+    axis_dim = head_dim // 2
+    with torch.inference_mode(False), torch.device("cpu"):
+        return theta ** -(torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim)
+
+
+def axial_rotary(positions: torch.Tensor, theta: float, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine for `positions` (num_patches, 2): two tensors (num_patches, head_dim // 2), float32.
+
+    Row frequencies fill the first half, column frequencies the second.
+    """
+    frequencies = axial_frequencies(theta, head_dim).to(positions.device)
+    angles = (positions[..., None].float() * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_dim // 2) of `heads` (num_patches, num_heads, head_dim), in float32."""
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
