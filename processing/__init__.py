@@ -1,0 +1,1 @@
+"""Raw media and text -> tensors: image, video and joint processors, media loading, patch geometry."""
