@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 
 from .flat_code import SavesItsCode
@@ -60,6 +61,10 @@ class Lfm3VlVisionConfig(SavesItsCode, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
             self.layer_types = ["conv" if i < 2 or i % 2 else "full_attention" for i in range(self.num_hidden_layers)]
+        # transformers takes "default" for this class's own type, and would check any other one by its own rules first
+        rope_type = (self.rope_parameters or {}).get("rope_type", "axial")
+        if rope_type not in ("axial", "default"):
+            raise ValueError(f'rope_parameters["rope_type"] is {rope_type!r}; the tower knows only "axial".')
         super().__post_init__(**kwargs)
         self._check()
 
@@ -114,9 +119,10 @@ class Lfm3VlVisionConfig(SavesItsCode, PreTrainedConfig):
         for index, layer_type in enumerate(self.layer_types):
             if layer_type not in LAYER_TYPES:
                 raise ValueError(f"layer_types[{index}] is {layer_type!r}; give one of {list(LAYER_TYPES)}.")
-        rope_type = self.rope_parameters["rope_type"]
-        if rope_type != "axial":
-            raise ValueError(f'rope_parameters["rope_type"] is {rope_type!r}; the tower knows only "axial".')
+        theta = self.rope_parameters["rope_theta"]
+        for name, value in (("norm_eps", self.norm_eps), ('rope_parameters["rope_theta"]', theta)):
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; give a number above 0.")
 
 
 @strict
@@ -134,7 +140,8 @@ class Lfm3VlConfig(SavesItsCode, PreTrainedConfig):
         projector_hidden_act, projector_hidden_size, projector_bias: the projector's activation, width and biases.
 
     Raises:
-        ValueError: image and video share one placeholder, or a sub-configuration is impossible.
+        ValueError: image and video share one placeholder, the projector's width or activation is impossible, or a
+            sub-configuration is.
     """
 
     model_type = "lfm3_vl"
@@ -169,6 +176,8 @@ class Lfm3VlConfig(SavesItsCode, PreTrainedConfig):
             )
         if self.projector_hidden_size < 1:
             raise ValueError(f"projector_hidden_size is {self.projector_hidden_size}; give at least 1.")
+        if self.projector_hidden_act not in ACT2FN:
+            raise ValueError(f"projector_hidden_act is {self.projector_hidden_act!r}; give one of {sorted(ACT2FN)}.")
 
 
 def _keep_partial_rotation(text_config: PreTrainedConfig) -> None:

@@ -48,8 +48,12 @@ class SavesItsCode:
         # All three bases (configuration, image or video processor, joint processor) write their JSON through this
         # method, after `save_pretrained` has noted which files a push to the hub is to skip.
         parts = [self]
-        if not isinstance(self, PreTrainedConfig):
-            parts += [value for value in vars(self).values() if isinstance(value, SavesItsCode)]
+        inner = [value for value in vars(self).values() if isinstance(value, SavesItsCode)]
+        if isinstance(self, PreTrainedConfig):
+            for config in inner:
+                vars(config).pop("auto_map", None)  # from a folder of its own
+        else:
+            parts += inner
         for part in parts:
             part.auto_map = dict(part.hub_classes)
         super().to_json_file(json_file_path, **kwargs)

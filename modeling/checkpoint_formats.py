@@ -11,6 +11,15 @@ LFM3_VL_VISION = [
     WeightRenaming(r"(?<!\w)k_layernorm(?!\w)", "k_norm"),
 ]
 
+# Published Pixtral checkpoints keep the text model and its head under one name, and the parts without a common one.
+PIXTRAL = [
+    WeightRenaming(r"^language_model\.lm_head", "lm_head"),
+    WeightRenaming(r"^language_model", "model.language_model"),
+    WeightRenaming(r"^vision_tower", "model.vision_tower"),
+    WeightRenaming(r"^multi_modal_projector", "model.multi_modal_projector"),
+]
+PIXTRAL_WITHOUT_HEAD = [WeightRenaming(r"^language_model\.model", "language_model")]
+
 
 def register_checkpoint_formats() -> None:
     """Make `from_pretrained` and `save_pretrained` of our classes speak the published names.
@@ -18,3 +27,7 @@ def register_checkpoint_formats() -> None:
     transformers applies a mapping to remote code only where it was registered by hand.
     """
     register_checkpoint_conversion_mapping("lfm3_vl_vision", LFM3_VL_VISION, overwrite=True)
+    # By class: two of the model types belong to transformers' classes as well.
+    for family in ("Pixtral", "PixtralLlava", "PixtralMixed"):
+        register_checkpoint_conversion_mapping(f"{family}ForConditionalGeneration", PIXTRAL, overwrite=True)
+        register_checkpoint_conversion_mapping(f"{family}Model", PIXTRAL_WITHOUT_HEAD, overwrite=True)

@@ -156,7 +156,11 @@ class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
     @merge_with_config_defaults
     @can_return_tuple
     def forward(
-        self, pixel_values: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+        self,
+        pixel_values: torch.Tensor,
+        grid_thw: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """Encode patches.
 
@@ -164,6 +168,7 @@ class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
             pixel_values: (num_patches, in_channels * temporal_patch_size * patch_size**2), float; each patch flattened
                 in the order (channel, temporal, row, column), patches in merge-block order. Cast to the embedding's dtype.
             grid_thw: (num_images_or_videos, 3), int64: temporal steps, rows and columns of each, in patches.
+            image_grid_thw: the same by the image processor's name, so that `tower(**image_processor(images))` works.
             kwargs: `output_hidden_states`, `output_attentions` (one map per temporal step, under `eager`), and
                 transformers' precomputed `position_ids` (num_patches, 2), `cu_seqlens`, `max_seqlen`.
 
@@ -179,6 +184,9 @@ class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
                 f"row one patch of {self.config.in_channels} channels x {self.config.temporal_patch_size} frames x "
                 f"{self.config.patch_size} x {self.config.patch_size} pixels."
             )
+        if (grid_thw is None) == (image_grid_thw is None):
+            raise ValueError("Pass the grids once, as grid_thw: (number of images or videos, 3), in patches.")
+        grid_thw = image_grid_thw if grid_thw is None else grid_thw
         grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
         positions = grids.tower_positions(kwargs)
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
@@ -291,8 +299,8 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
                 instead of pixels.
 
         Raises:
-            ValueError: both or neither of ids and embeddings, pixels and features of one kind together, pixels without
-                their grid, or another number of placeholders than features.
+            ValueError: both or neither of ids and embeddings, pixels and features of one kind together, features of
+                an unknown kind, pixels without their grid, or another number of placeholders than features.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
@@ -301,6 +309,8 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
             "image": (self.get_image_features, pixel_values, image_grid_thw, self.config.image_token_id),
             "video": (self.get_video_features, pixel_values_videos, video_grid_thw, self.config.video_token_id),
         }
+        if unknown := features.keys() - encoders.keys():
+            raise ValueError(f"mm_encoder_outputs holds {sorted(unknown)}; give features under {list(encoders)}.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         for media, (encode, pixels, grid, token_id) in encoders.items():
@@ -330,6 +340,7 @@ class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
     """LFM3-VL with its language head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: Lfm3VlConfig):
         super().__init__(config)
@@ -349,11 +360,11 @@ class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
         """See [`Lfm3VlModel.get_video_features`]."""
         return self.model.get_video_features(pixel_values_videos, video_grid_thw, **kwargs)
 
-    def generate(self, *args, generation_config=None, **kwargs):
+    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
         """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
-        if (generation_config or self.generation_config).suppress_tokens is None:
-            kwargs.setdefault("suppress_tokens", [self.config.image_token_id, self.config.video_token_id])
-        return super().generate(*args, generation_config=generation_config, **kwargs)
+        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
+        suppressed = sorted({*asked, self.config.image_token_id, self.config.video_token_id})
+        return super().generate(inputs, generation_config, suppress_tokens=suppressed, **kwargs)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

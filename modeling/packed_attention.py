@@ -23,6 +23,7 @@ def packed_attention(
     segments: tuple[tuple[int, int], ...],
     cu_seqlens: torch.Tensor,
     max_seqlen: int | None = None,
+    dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
     """Attend within each segment.
@@ -36,13 +37,14 @@ def packed_attention(
         segments: (number of segments, length) for every stretch of equal lengths, in order.
         cu_seqlens: the same boundaries for variable-length kernels, (num_segments + 1,), int32.
         max_seqlen: longest segment, where the caller knows it.
+        dropout: share of the attention weights dropped.
         kwargs: passed on to the backend.
 
     Returns:
         the attended values (num_patches, num_attention_heads * head_dim), and one map
         (1, num_attention_heads, length, length) for each segment, or `None` where the backend keeps none.
     """
-    kwargs |= {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, "dropout": 0.0, "is_causal": False}
+    kwargs |= {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, "dropout": dropout, "is_causal": False}
     if is_flash_attention_requested(module.config):
         max_seqlen = max(length for _, length in segments) if max_seqlen is None else max_seqlen
         kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
@@ -79,4 +81,5 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
     groups = module.num_key_value_groups
     key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     weights = torch.softmax(query @ key.mT * scaling, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
     return (weights @ value).transpose(1, 2), weights

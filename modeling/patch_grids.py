@@ -76,15 +76,15 @@ def checked_grid(grid_thw: torch.Tensor, merge: int, num_patches: int | None = N
     """`grid_thw` as a tuple of (temporal steps, rows, columns), after the checks that a tower relies on.
 
     Raises:
-        ValueError: the shape is not (n, 3), a side is below 1 or does not divide by `merge`, or the grids describe
-            another number of patches than `num_patches`.
+        ValueError: the shape is not (n, 3) with n above 0, the values are no whole numbers, a side is below 1 or does
+            not divide by `merge`, or the grids describe another number of patches than `num_patches`.
     """
     if not isinstance(grid_thw, torch.Tensor):
         grid_thw = torch.as_tensor(grid_thw)
-    if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
+    if grid_thw.ndim != 2 or grid_thw.shape[1] != 3 or len(grid_thw) == 0 or grid_thw.is_floating_point():
         raise ValueError(
-            f"grid_thw has shape {tuple(grid_thw.shape)}; give (number of images or videos, 3), "
-            "each row being (temporal steps, rows, columns) in patches."
+            f"grid_thw has shape {tuple(grid_thw.shape)} and dtype {grid_thw.dtype}; give (number of images or videos, 3) "
+            "in int64, at least one row, each being (temporal steps, rows, columns) in patches."
         )
     grid = tuple(map(tuple, grid_thw.tolist()))
     for index, (steps, rows, cols) in enumerate(grid):
@@ -179,7 +179,14 @@ class PatchGrids:
     def tower_positions(self, kwargs: dict) -> torch.Tensor:
         """(row, column) of every patch in tower order; a precomputed `position_ids` (input order) is popped and used."""
         position_ids = kwargs.pop("position_ids", None)
-        return raster_positions(*self._key) if position_ids is None else self.enter(position_ids)
+        if position_ids is None:
+            return raster_positions(*self._key)
+        expected = (len(self._entry), 2)
+        if position_ids.shape != expected:
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; give the (row, column) of each patch, {expected}."
+            )
+        return self.enter(position_ids)
 
     def tower_seqlens(self, kwargs: dict) -> tuple[torch.Tensor, int]:
         """Boundaries and greatest length of the frames in tower order; the precomputed `max_seqlen` is popped and used.

@@ -47,6 +47,24 @@ def axial_rotary(positions: torch.Tensor, theta: float, head_dim: int) -> tuple[
     return angles.cos(), angles.sin()
 
 
+@lru_cache
+def alternating_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """Rotation per patch of every pair: (2, head_dim // 4), float32, on the CPU.
+
+    The frequencies of a whole head are dealt out in turn: those of even index to rows, those of odd index to columns.
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        return frequencies.view(-1, 2).T.contiguous()
+
+
+def alternating_rotary(positions: torch.Tensor, theta: float, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As [`axial_rotary`], with Pixtral's frequencies."""
+    frequencies = alternating_frequencies(theta, head_dim).to(positions.device)
+    angles = (positions[..., None].float() * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (i, i + head_dim // 2) of `heads` (num_patches, num_heads, head_dim), in float32."""
     cos, sin = cos[:, None], sin[:, None]

@@ -1,0 +1,218 @@
+"""Assembles a hub folder that loads with `trust_remote_code=True` where gridtower is not installed.
+
+Official fields and tensor names stay as they are, so the same folder also loads wherever the family is supported
+natively; what is added is `auto_map`, the flat code files and the card.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict, snapshot_download
+from safetensors import safe_open
+from tqdm import tqdm
+
+from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
+from ..configuration.flat_code import flat_code
+from ..processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
+from ..processing.processing_lfm3_vl import Lfm3VlProcessor
+from ..processing.video_processing_lfm3_vl import Lfm3VlVideoProcessor
+
+DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
+# Left behind by a training run, or written anew by the export.
+_NOT_EXPORTED = ("config.json", "README.md", "training_args.bin", "trainer_state.json", "scheduler.pt", "optimizer.pt")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes that read one family's folders, and the name of its card."""
+
+    config: type
+    vision_config: type
+    processor: type
+    image_processor: type
+    video_processor: type | None
+    card: str
+
+
+_LFM3_VL = Family(
+    Lfm3VlConfig, Lfm3VlVisionConfig, Lfm3VlProcessor, Lfm3VlImageProcessor, Lfm3VlVideoProcessor, "lfm3_vl"
+)
+FAMILIES = {"lfm3_vl": _LFM3_VL, "lfm3_vl_vision": _LFM3_VL}
+
+
+def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool = False) -> Path:
+    """Write the hub folder of `source` to `out`, and return its path.
+
+    Args:
+        source: a folder, a repository on the hub, or `"default"` for the model that comes with gridtower.
+        out: a folder that does not exist yet, or is empty. It appears complete or not at all.
+        tower_only: write the vision tower and its image processor as a model of its own.
+
+    Raises:
+        ValueError: no folder of a family that gridtower knows, an impossible configuration, or `out` holds files.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder; name a new one, or empty it first.")
+    folder = source_folder(source)
+    fields = _read_json(folder / "config.json")
+    family = family_of(fields, folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        work = Path(scratch, out.name)
+        work.mkdir()
+        if tower_only and fields["model_type"] == family.config.model_type:
+            _write_tower(folder, work, fields, family)
+        else:
+            _write_model(folder, work, fields, family, link=folder != DEFAULT_MODEL)
+        if out.exists():
+            out.rmdir()
+        work.rename(out)
+    return out
+
+
+def source_folder(source: str | os.PathLike) -> Path:
+    """The local folder of a source: `"default"`, a folder, or a repository that is fetched from the hub."""
+    if source == "default":
+        return DEFAULT_MODEL
+    folder = Path(str(source).replace("\\", os.sep)) if not Path(source).exists() else Path(source)
+    if folder.is_dir():
+        return folder.resolve()
+    try:
+        return Path(snapshot_download(str(source)))
+    except Exception as error:
+        raise ValueError(f"{source} is neither a folder nor a repository that can be fetched: {error}") from error
+
+
+def family_of(fields: dict, folder: Path) -> Family:
+    """The family that `fields`, a config.json, belongs to; the configuration is checked on the way."""
+    model_type = fields.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{folder} holds a model of type {model_type!r}; gridtower knows {sorted(FAMILIES)}.")
+    family = FAMILIES[model_type]
+    config = family.config if model_type == family.config.model_type else family.vision_config
+    config.from_dict({name: value for name, value in fields.items() if name != "auto_map"})
+    return family
+
+
+def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: bool) -> None:
+    for path in tqdm(sorted(folder.iterdir()), desc="Copying", unit="file", disable=None, leave=False):
+        if path.is_file() and path.name not in (*_NOT_EXPORTED, *_PROCESSOR_FILES) and path.suffix != ".py":
+            _place(path, work / path.name, link)
+        elif path.is_dir() and path.name == "chat_templates":
+            shutil.copytree(path, work / path.name)
+    is_tower = fields["model_type"] == family.vision_config.model_type
+    config = family.vision_config if is_tower else family.config
+    _write_json(work / "config.json", fields | {"auto_map": dict(config.hub_classes)})
+    parts = [config]
+    for name in _PROCESSOR_FILES:
+        if (folder / name).is_file():
+            settings = _read_json(folder / name)
+            parts += _point_to_code(name, settings, family, is_tower)
+            _write_json(work / name, settings)
+    _write_code(work, parts)
+    _write_card(work, family, is_tower, folder)
+
+
+def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None:
+    config = family.vision_config
+    vision = dict(fields["vision_config"]) | {"model_type": config.model_type}
+    if dtype := vision.get("dtype") or fields.get("dtype"):
+        vision["dtype"] = dtype
+    vision |= {"architectures": [config.hub_classes["AutoModel"].split(".")[1]], "auto_map": dict(config.hub_classes)}
+    _write_json(work / "config.json", vision)
+
+    tensors = {}
+    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="Reading", unit="shard", disable=None, leave=False):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():
+                _, found, inner = f".{name}".partition(".vision_tower.")
+                if found:
+                    tensors[inner] = shard.get_tensor(name)
+    if not tensors:
+        raise ValueError(f"{folder} has no safetensors with a vision_tower; export needs the weights beside config.json.")
+    save_torch_state_dict(tensors, work, metadata={"format": "pt"})
+
+    parts = [config]
+    if settings := _image_processor_settings(folder):
+        settings["auto_map"] = dict(family.image_processor.hub_classes)
+        _write_json(work / "preprocessor_config.json", settings)
+        parts.append(family.image_processor)
+    _write_code(work, parts)
+    _write_card(work, family, True, folder)
+
+
+def _image_processor_settings(folder: Path) -> dict | None:
+    for name in _PROCESSOR_FILES[:2]:
+        if (folder / name).is_file():
+            settings = _read_json(folder / name)
+            settings = settings.get("image_processor", settings if name == "preprocessor_config.json" else None)
+            if settings:
+                return {field: value for field, value in settings.items() if field != "processor_class"}
+    return None
+
+
+def _point_to_code(name: str, settings: dict, family: Family, is_tower: bool) -> list[type]:
+    """Add `auto_map` to the settings of a processor file, in place; returns the classes that it then names."""
+    own = {
+        "processor_config.json": family.processor,
+        "preprocessor_config.json": family.image_processor,
+        "video_preprocessor_config.json": family.video_processor,
+    }[name]
+    parts = [own]
+    settings["auto_map"] = dict(own.hub_classes)
+    if not is_tower:
+        # A folder of the older layout has no processor_config.json; AutoProcessor then looks here.
+        settings["auto_map"] |= family.processor.hub_classes
+        parts.append(family.processor)
+    for part, nested in ((family.image_processor, "image_processor"), (family.video_processor, "video_processor")):
+        if isinstance(settings.get(nested), dict):
+            settings[nested]["auto_map"] = dict(part.hub_classes)
+            parts.append(part)
+    return parts
+
+
+def _write_code(work: Path, parts: list[type]) -> None:
+    modules = [reference.split(".")[0] for part in parts for reference in part.hub_classes.values()]
+    for name, text in flat_code(modules).items():
+        (work / name).write_text(text, encoding="utf-8")
+
+
+def _write_card(work: Path, family: Family, is_tower: bool, folder: Path) -> None:
+    report = folder / "training_report.json"
+    card = ModelCard.from_template(
+        ModelCardData(
+            license="apache-2.0" if folder == DEFAULT_MODEL else None,
+            library_name="transformers",
+            pipeline_tag="image-feature-extraction" if is_tower else "image-text-to-text",
+        ),
+        template_path=str(Path(__file__).resolve().parent / f"{family.card}.md"),
+        name=work.name,
+        is_tower=is_tower,
+        report=_read_json(report) if report.is_file() else None,
+    )
+    card.save(work / "README.md")
+
+
+def _place(path: Path, target: Path, link: bool) -> None:
+    if link:
+        try:
+            return os.link(path.resolve(), target)
+        except OSError:
+            pass  # another file system: copy
+    shutil.copyfile(path, target)
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; name the folder that `save_pretrained` wrote.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
