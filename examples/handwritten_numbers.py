@@ -18,6 +18,7 @@ SMALLEST_DIGIT, LARGEST_DIGIT = 20, 64  # pixels from top to bottom
 NUM_TEST_SCANS = 360
 LARGEST_MARGIN = 80
 LEAST_CONTRAST = 80  # grey levels between ink and paper
+BUNDLED_PICTURE = Path(__file__).resolve().parent / "handwritten_2026.png"
 QUESTIONS = (
     "What number is written here?",
     "What number is written here?",
@@ -191,7 +192,7 @@ class HandwrittenNumbers(Dataset):
         return picture, digits
 
 
-def sample_picture(seed: int = 0) -> Image.Image:
+def sample_picture(seed: int = 24) -> Image.Image:
     """The number 2026 in handwriting that no training picture shows."""
     return write_number("2026", np.random.default_rng(seed), "test")[0]
 
@@ -222,4 +223,4 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    sample_picture().save(Path(__file__).parent / "handwritten_2026.png", optimize=True)
+    sample_picture().save(BUNDLED_PICTURE, optimize=True)

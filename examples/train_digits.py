@@ -144,6 +144,8 @@ class TimeLimit(TrainerCallback):
     """Ends the training after `minutes`, whatever step it has reached; tells how much of it is over."""
 
     def __init__(self, steps: int, minutes: float):
+        if steps < 1 or minutes <= 0:
+            raise ValueError(f"steps is {steps} and minutes {minutes}; give at least 1 step and more than 0 minutes")
         self.steps = steps
         self.seconds = 60 * minutes
         self.start = time.monotonic()

@@ -27,7 +27,7 @@ from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConf
 from .checkpoint_formats import register_checkpoint_formats
 from .packed_attention import eager_attention, packed_attention
 from .patch_grids import PackedFrames, PatchGrids
-from .vision_layers import RMSNorm, axial_rotary, rotate
+from .vision_layers import RMSNorm, axial_rotary, learns, rotate
 
 register_checkpoint_formats()
 
@@ -193,7 +193,8 @@ class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
         cos, sin = axial_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
 
         pixel_values = grids.enter(pixel_values.to(self.patch_embed.weight.dtype))
-        outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, pixel_values)):
+            outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
         return grids.leave_outputs(outputs)
 
     @capture_outputs
@@ -318,7 +319,9 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
                 if features.get(media) is not None:
                     raise ValueError(f"Pass either {media} pixels or mm_encoder_outputs[{media!r}], not both.")
                 if grid is None:
-                    raise ValueError(f"The {media} pixels came without {media}_grid_thw; pass what the processor returned.")
+                    raise ValueError(
+                        f"The {media} pixels came without {media}_grid_thw; pass what the processor returned."
+                    )
                 features[media] = encode(pixels, grid, return_dict=True, **kwargs)
             if features.get(media) is not None:
                 inputs_embeds = self._place(inputs_embeds, input_ids, features[media].pooler_output, token_id, media)

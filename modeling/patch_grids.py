@@ -143,7 +143,8 @@ def raster_positions(grid: tuple[tuple[int, ...], ...], merge: int, device: torc
 @once_per_grid
 def frame_boundaries(grid: tuple[tuple[int, ...], ...], merge: int, device: torch.device) -> torch.Tensor:
     """`cu_seqlens` of the frames in tower order: (num_frames + 1,), int32, starting at 0."""
-    return torch.tensor([0] + packed_frames(grid, merge).lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    lengths = torch.tensor([0] + packed_frames(grid, merge).lengths)
+    return lengths.cumsum(0, dtype=torch.int32).to(device)
 
 
 def _raster_order(rows: int, cols: int, merge: int) -> torch.Tensor:

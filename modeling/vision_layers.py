@@ -70,3 +70,12 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     cos, sin = cos[:, None], sin[:, None]
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def learns(tower: nn.Module, pixel_values: torch.Tensor) -> bool:
+    """Whether a gradient is wanted anywhere in `tower` or before it.
+
+    To be asked by every tower, because transformers makes the output of each input embedding require gradients when a
+    model's checkpointing is switched on: without it a frozen tower would build a graph that nobody reads.
+    """
+    return pixel_values.requires_grad or any(parameter.requires_grad for parameter in tower.parameters())

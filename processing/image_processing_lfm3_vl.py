@@ -9,7 +9,7 @@ from transformers.processing_utils import ImagesKwargs
 from transformers.utils import is_torchvision_available
 
 from ..configuration.flat_code import SavesItsCode
-from .media_loading import channels_first, flat_media, is_array, is_image, open_image, open_nested, rgb_pixels
+from .media_loading import channels_first, flat_media, is_image, open_image, open_nested, read_pixels
 from .patch_geometry import image_sides, patchify, pixel_bounds
 
 
@@ -107,16 +107,6 @@ class Lfm3VlImageRules:
         )
         rows, cols = self.target_sides(height, width, do_resize, size, patch_size, merge_size)
         return (rows // patch_size) * (cols // patch_size)
-
-
-def read_pixels(image, do_rescale, input_data_format):
-    """(3, rows, cols): 8-bit RGB, or floating values untouched when the caller has rescaled them already."""
-    floating = is_array(image) and "float" in str(image.dtype)
-    return (
-        channels_first(image, input_data_format)
-        if floating and not do_rescale
-        else rgb_pixels(image, input_data_format)
-    )
 
 
 def pack(patches, grids, channels, temporal_patch_size, return_tensors):

@@ -207,6 +207,16 @@ def rgb_pixels(image, input_data_format=None):
     return pixels
 
 
+def read_pixels(image, do_rescale, input_data_format):
+    """(3, rows, cols): 8-bit RGB, or floating values untouched when the caller has rescaled them already."""
+    floating = is_array(image) and "float" in str(image.dtype)
+    return (
+        channels_first(image, input_data_format)
+        if floating and not do_rescale
+        else rgb_pixels(image, input_data_format)
+    )
+
+
 def array_to_rgb(pixels):
     """uint8 (..., channels, rows, cols) with 1 to 4 channels -> (..., 3, rows, cols), alpha over white."""
     channels = pixels.shape[-3]

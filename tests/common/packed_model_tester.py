@@ -35,7 +35,7 @@ class PackedModelTester:
         self.vision_config, self.text_config = fields["vision_config"], fields["text_config"]
         for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
             setattr(self, name, self.text_config[name])
-        self.image_tokens = PATCHES_PER_IMAGE // self.get_config().vision_config.spatial_merge_size**2
+        self.image_tokens = PATCHES_PER_IMAGE // self.get_config().vision_config.spatial_merge_size ** 2
         self.seq_length = self.image_tokens + 4
 
     def get_config(self) -> PreTrainedConfig:

@@ -100,14 +100,18 @@ def test_rotation_defaults_to_the_published_axial_one():
 
 
 def test_a_released_partial_rotation_keeps_its_meaning():
-    config = Lfm3VlConfig(text_config={"rope_parameters": {"full_attention": dict(PARTIAL), "sliding_attention": SLIDING}})
+    config = Lfm3VlConfig(
+        text_config={"rope_parameters": {"full_attention": dict(PARTIAL), "sliding_attention": SLIDING}}
+    )
     assert config.text_config.rope_parameters["full_attention"] == {**PARTIAL, "rope_type": "proportional"}
     assert config.text_config.rope_parameters["sliding_attention"] == SLIDING
 
 
 def test_a_whole_rotation_is_left_as_it_is():
     whole = {"rope_type": "default", "rope_theta": 5_000.0, "partial_rotary_factor": 1.0}
-    config = Lfm3VlConfig(text_config={"rope_parameters": {"full_attention": dict(whole), "sliding_attention": SLIDING}})
+    config = Lfm3VlConfig(
+        text_config={"rope_parameters": {"full_attention": dict(whole), "sliding_attention": SLIDING}}
+    )
     assert config.text_config.rope_parameters["full_attention"] == whole
 
 

@@ -86,7 +86,6 @@ def test_a_checkpoint_of_the_published_shapes_loads_whole():
     assert_clean(info)
     loaded = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert loaded == {transformers_name(name): tuple(tensor.shape) for name, tensor in state.items()}
-    assert sum(parameter.numel() for parameter in model.model.vision_tower.parameters()) == 151_258_880
 
 
 def test_a_missing_and_a_misshapen_tensor_are_noticed():
@@ -150,7 +149,8 @@ def test_both_classes_write_the_same_keys(models, tmp_path):
 def test_both_spellings_load(models, spelling, model_class, tmp_path):
     ours, _ = models
     weights = saved(ours, tmp_path)
-    save_file({spelling(name): tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    renamed = {spelling(name): tensor for name, tensor in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     model, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert_clean(info)
     assert_same_weights(model, ours if model_class is Lfm3VlForConditionalGeneration else ours.model)
@@ -165,8 +165,7 @@ def test_similar_longer_names_are_not_renamed():
     assert set(info["unexpected_keys"]) == strangers and not info["missing_keys"]
 
 
-@pytest.mark.parametrize("prefix", ["", "model."], ids=["base", "whole"])
-def test_the_tower_loads_out_of_its_own_folder_only_with_its_own_names(models, prefix, tmp_path):
+def test_a_tower_taken_out_of_a_model_is_saved_and_loaded_alone(models, tmp_path):
     ours, _ = models
     ours.model.vision_tower.save_pretrained(tmp_path)
     tower, info = Lfm3VlVisionModel.from_pretrained(tmp_path, output_loading_info=True)

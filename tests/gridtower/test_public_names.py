@@ -1,0 +1,56 @@
+"""`import gridtower`: cheap, complete, and without side effects until `register()` is called."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gridtower
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_neither_torch_nor_transformers():
+    loaded = run("import gridtower, sys; print({'torch', 'transformers'} & set(sys.modules))")
+    assert loaded.strip() == "set()"
+
+
+@pytest.mark.parametrize("name", gridtower.__all__)
+def test_every_public_name_resolves_to_what_it_says(name):
+    assert getattr(gridtower, name).__name__ == name
+    assert name in dir(gridtower)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="Lfm3VlModel"):
+        gridtower.Lfm4VlModel  # noqa: B018
+
+
+def test_register_puts_our_classes_under_the_auto_classes_and_import_alone_does_not():
+    printed = run(
+        """
+import gridtower, transformers
+def made(config):
+    return type(transformers.AutoConfig.for_model("lfm3_vl_vision")).__module__.split(".")[0]
+print(made(None))
+gridtower.register()
+gridtower.register()
+print(made(None))
+config = gridtower.Lfm3VlVisionConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
+print(type(transformers.AutoModel.from_config(config)) is gridtower.Lfm3VlVisionModel)
+mapping = transformers.models.auto
+print(mapping.processing_auto.PROCESSOR_MAPPING[gridtower.Lfm3VlConfig] is gridtower.Lfm3VlProcessor)
+print(mapping.video_processing_auto.VIDEO_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig] is gridtower.Lfm3VlVideoProcessor)
+print(mapping.image_processing_auto.IMAGE_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig]["pil"].__name__)
+print(mapping.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[gridtower.Lfm3VlConfig].__name__)
+"""
+    )
+    assert printed.split() == [
+        "transformers", "gridtower", "True", "True", "True", "Lfm3VlImageProcessorPil", "Lfm3VlForConditionalGeneration",
+    ]  # fmt: skip
