@@ -20,7 +20,14 @@ setup(
     ],
     extras_require={
         "train": ["peft>=0.17", "trl>=1.0", "scikit-learn>=1.4"],
-        "test": ["pytest>=8.0", "hypothesis>=6.100", "parameterized>=0.9", "scikit-learn>=1.4", "peft>=0.17", "ruff>=0.6"],
+        "test": [
+            "pytest>=8.0",
+            "hypothesis>=6.100",
+            "parameterized>=0.9",
+            "scikit-learn>=1.4",
+            "peft>=0.17",
+            "ruff>=0.6",
+        ],
     },
     entry_points={"console_scripts": ["gridtower=gridtower.command_line:main"]},
 )

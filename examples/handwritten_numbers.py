@@ -100,7 +100,11 @@ def draw_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_number(
-    digits: str, rng: np.random.Generator, split: str = "test", coloured: float = 1.0
+    digits: str,
+    rng: np.random.Generator,
+    split: str = "test",
+    coloured: float = 1.0,
+    largest_margin: int = LARGEST_MARGIN,
 ) -> tuple[Image.Image, list[tuple[int, int, int, int]]]:
     """Write `digits` by hand, on a sheet just as large as its margins say.
 
@@ -109,6 +113,7 @@ def write_number(
         rng: decides scans, sizes, gaps, margins, colours and the grain of the paper.
         split: whose scans, `"train"` (distorted) or `"test"` (as they were written).
         coloured: share of pictures with colours of their own; the others are black on white.
+        largest_margin: most pixels of paper beyond the digits, on each side.
 
     Returns:
         the RGB picture, and (left, top, right, bottom) of each digit in pixels.
@@ -120,7 +125,7 @@ def write_number(
         raise ValueError(f"digits is {digits!r}; give at least one of the characters 0 to 9 and nothing else")
     size = np.exp(rng.uniform(np.log(SMALLEST_DIGIT), np.log(LARGEST_DIGIT)))
     gap = size * rng.uniform(0, 1) ** 2
-    left, top, right, bottom = (LARGEST_MARGIN * rng.uniform(0, 1, 4) ** 2).astype(int)
+    left, top, right, bottom = (largest_margin * rng.uniform(0, 1, 4) ** 2).astype(int)
     wander = size * rng.uniform(0, 0.25)
 
     glyphs, boxes, pen = [], [], left
@@ -164,6 +169,7 @@ class HandwrittenNumbers(Dataset):
         split: `"train"` or `"test"`: whose scans.
         seed: another seed, other pictures.
         coloured: share of pictures that are not plain black on white.
+        largest_margin: most pixels of paper beyond the digits, on each side.
     """
 
     def __init__(
@@ -173,12 +179,14 @@ class HandwrittenNumbers(Dataset):
         split: str = "test",
         seed: int = 0,
         coloured: float = 1.0,
+        largest_margin: int = LARGEST_MARGIN,
     ):
         self.size = size
         self.lengths = lengths
         self.split = split
         self.seed = seed
         self.coloured = coloured
+        self.largest_margin = largest_margin
 
     def __len__(self) -> int:
         return self.size
@@ -188,7 +196,7 @@ class HandwrittenNumbers(Dataset):
             raise IndexError(f"index is {index}; this set holds 0 to {self.size - 1}")
         rng = np.random.default_rng([self.seed, index, self.split == "train"])
         digits = "".join(str(digit) for digit in rng.integers(0, 10, rng.choice(self.lengths)))
-        picture, _ = write_number(digits, rng, self.split, self.coloured)
+        picture, _ = write_number(digits, rng, self.split, self.coloured, self.largest_margin)
         return picture, digits
 
 

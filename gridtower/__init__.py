@@ -20,6 +20,28 @@ _PUBLIC = {
         "Lfm3VlMultiModalProjector",
         "Lfm3VlVisionModel",
     ],
+    "configuration.configuration_pixtral": [
+        "PixtralConfig",
+        "PixtralLlavaConfig",
+        "PixtralMixedConfig",
+        "PixtralVisionConfig",
+    ],
+    "modeling.modeling_pixtral": [
+        "PixtralForConditionalGeneration",
+        "PixtralModel",
+        "PixtralMultiModalProjector",
+        "PixtralPatchMerger",
+        "PixtralVisionModel",
+    ],
+    "modeling.modeling_pixtral_types": [
+        "PixtralLlavaForConditionalGeneration",
+        "PixtralLlavaModel",
+        "PixtralMixedForConditionalGeneration",
+        "PixtralMixedModel",
+    ],
+    "modeling.native_pixtral": ["hf_to_native", "native_to_hf"],
+    "processing.image_processing_pixtral": ["PixtralImageProcessor", "PixtralImageProcessorPil"],
+    "processing.processing_pixtral": ["PixtralProcessor"],
     "processing.image_processing_lfm3_vl": ["Lfm3VlImageProcessor", "Lfm3VlImageProcessorPil"],
     "processing.processing_lfm3_vl": ["Lfm3VlProcessor"],
     "processing.video_processing_lfm3_vl": ["Lfm3VlVideoProcessor"],
@@ -45,27 +67,32 @@ def register() -> None:
     Afterwards `AutoModel.from_pretrained(folder)` and the like give ours, without `trust_remote_code`. May be called
     more than once.
     """
+    for names in _FAMILIES:
+        _register_family(*names)
+
+
+# Composite configurations and models by prefix, then the vision tower, the processors and the video processor by theirs.
+_FAMILIES = (
+    ("Lfm3Vl", "Lfm3Vl", "Lfm3VlVideoProcessor"),
+    ("Pixtral", "Pixtral", None),
+    ("PixtralLlava", "Pixtral", None),
+    ("PixtralMixed", "Pixtral", None),
+)
+
+
+def _register_family(model: str, family: str, video_processor: str | None) -> None:
     import transformers
 
-    for family in ("Lfm3Vl",):
-        config, vision_config = _class(f"{family}Config"), _class(f"{family}VisionConfig")
-        for config_class in (config, vision_config):
-            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        transformers.AutoModel.register(config, _class(f"{family}Model"), exist_ok=True)
-        transformers.AutoModel.register(vision_config, _class(f"{family}VisionModel"), exist_ok=True)
-        transformers.AutoModelForImageTextToText.register(
-            config, _class(f"{family}ForConditionalGeneration"), exist_ok=True
-        )
-        transformers.AutoProcessor.register(config, _class(f"{family}Processor"), exist_ok=True)
-        backends = {
-            "torchvision": _class(f"{family}ImageProcessor"),
-            "pil": _class(f"{family}ImageProcessorPil"),
-        }
-        for config_class in (config, vision_config):
-            transformers.AutoImageProcessor.register(config_class, image_processor_classes=backends, exist_ok=True)
-        if f"{family}VideoProcessor" in _MODULES:
-            transformers.AutoVideoProcessor.register(config, _class(f"{family}VideoProcessor"), exist_ok=True)
-
-
-def _class(name: str) -> type:
-    return __getattr__(name)
+    here = __getattr__
+    config, vision_config = here(f"{model}Config"), here(f"{family}VisionConfig")
+    for config_class in (config, vision_config):
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    transformers.AutoModel.register(config, here(f"{model}Model"), exist_ok=True)
+    transformers.AutoModel.register(vision_config, here(f"{family}VisionModel"), exist_ok=True)
+    transformers.AutoModelForImageTextToText.register(config, here(f"{model}ForConditionalGeneration"), exist_ok=True)
+    transformers.AutoProcessor.register(config, here(f"{family}Processor"), exist_ok=True)
+    backends = {"torchvision": here(f"{family}ImageProcessor"), "pil": here(f"{family}ImageProcessorPil")}
+    for config_class in (config, vision_config):
+        transformers.AutoImageProcessor.register(config_class, image_processor_classes=backends, exist_ok=True)
+    if video_processor is not None:
+        transformers.AutoVideoProcessor.register(config, here(video_processor), exist_ok=True)

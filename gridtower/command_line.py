@@ -25,7 +25,9 @@ def _parser() -> argparse.ArgumentParser:
 
     describe = commands.add_parser("describe", help="print what a model says about images and videos")
     describe.add_argument("inputs", nargs="+", metavar="IMAGE_OR_VIDEO", help="files to describe, one after the other")
-    describe.add_argument("--model", default="default", help="model folder or hub repository (default: the bundled one)")
+    describe.add_argument(
+        "--model", default="default", help="model folder or hub repository (default: the bundled one)"
+    )
     describe.add_argument("--prompt", default="What number is written here?", help="question asked about each input")
     describe.add_argument("--json", action="store_true", help="one JSON object a line, in the order of the inputs")
     describe.add_argument("--max-new-tokens", type=int, help="limit of the answer (default: the model's own)")
@@ -36,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", help='model folder, hub repository, or "default" for the bundled model')
     export.add_argument("out", help="folder to write; new or empty")
     export.add_argument("--tower-only", action="store_true", help="write the vision tower as a model of its own")
+    export.add_argument(
+        "--format", choices=("hf", "mistral"), default="hf", help="layout to write; mistral is Pixtral's own"
+    )
     export.set_defaults(run=_export)
     return parser
 
@@ -43,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _export(options) -> int:
     from .hub_cards.export import export
 
-    print(export(options.source, options.out, tower_only=options.tower_only))
+    print(export(options.source, options.out, tower_only=options.tower_only, format=options.format))
     return 0
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict, snapshot_download
@@ -16,9 +16,19 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
+from ..configuration.configuration_pixtral import (
+    PixtralConfig,
+    PixtralLlavaConfig,
+    PixtralMixedConfig,
+    PixtralVisionConfig,
+)
 from ..configuration.flat_code import flat_code
+from ..configuration.native_params_pixtral import is_native_folder
+from ..modeling.native_pixtral import hf_to_native, native_to_hf
 from ..processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
+from ..processing.image_processing_pixtral import PixtralImageProcessor
 from ..processing.processing_lfm3_vl import Lfm3VlProcessor
+from ..processing.processing_pixtral import PixtralProcessor
 from ..processing.video_processing_lfm3_vl import Lfm3VlVideoProcessor
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
@@ -42,38 +52,70 @@ class Family:
 _LFM3_VL = Family(
     Lfm3VlConfig, Lfm3VlVisionConfig, Lfm3VlProcessor, Lfm3VlImageProcessor, Lfm3VlVideoProcessor, "lfm3_vl"
 )
-FAMILIES = {"lfm3_vl": _LFM3_VL, "lfm3_vl_vision": _LFM3_VL}
+_PIXTRAL = Family(PixtralConfig, PixtralVisionConfig, PixtralProcessor, PixtralImageProcessor, None, "pixtral")
+FAMILIES = {
+    "lfm3_vl": _LFM3_VL,
+    "lfm3_vl_vision": _LFM3_VL,
+    "mistral3": _PIXTRAL,
+    "llava": replace(_PIXTRAL, config=PixtralLlavaConfig),
+    "pixtral_mixed": replace(_PIXTRAL, config=PixtralMixedConfig),
+    "pixtral": _PIXTRAL,
+}
+FORMATS = ("hf", "mistral")
 
 
-def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool = False) -> Path:
+def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool = False, format: str = "hf") -> Path:
     """Write the hub folder of `source` to `out`, and return its path.
 
     Args:
-        source: a folder, a repository on the hub, or `"default"` for the model that comes with gridtower.
+        source: a folder, a repository on the hub, or `"default"` for the model that comes with gridtower. A Pixtral
+            folder may be in Mistral's own layout.
         out: a folder that does not exist yet, or is empty. It appears complete or not at all.
         tower_only: write the vision tower and its image processor as a model of its own.
+        format: `"hf"`, or `"mistral"` for a Pixtral folder in Mistral's own layout.
 
     Raises:
-        ValueError: no folder of a family that gridtower knows, an impossible configuration, or `out` holds files.
+        ValueError: no folder of a family that gridtower knows, an impossible configuration, a layout that the family
+            does not have, or `out` holds files.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; name a new one, or empty it first.")
+    if format not in FORMATS or (format == "mistral" and tower_only):
+        raise ValueError(
+            f"format is {format!r} with tower_only={tower_only}; give one of {FORMATS}, a tower being 'hf'."
+        )
     folder = source_folder(source)
-    fields = _read_json(folder / "config.json")
-    family = family_of(fields, folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         work = Path(scratch, out.name)
         work.mkdir()
-        if tower_only and fields["model_type"] == family.config.model_type:
-            _write_tower(folder, work, fields, family)
+        if is_native_folder(folder) and format == "hf":
+            folder = _converted(folder, Path(scratch, "converted"))
+        if format == "mistral":
+            hf_to_native(folder, work)
         else:
-            _write_model(folder, work, fields, family, link=folder != DEFAULT_MODEL)
+            _write_hub_folder(folder, work, tower_only)
         if out.exists():
             out.rmdir()
         work.rename(out)
     return out
+
+
+def _converted(folder: Path, target: Path) -> Path:
+    native_to_hf(folder, target)
+    if (folder / "tekken.json").is_file():
+        PixtralProcessor.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
+def _write_hub_folder(folder: Path, work: Path, tower_only: bool) -> None:
+    fields = _read_json(folder / "config.json")
+    family = family_of(fields, folder)
+    if tower_only and fields["model_type"] == family.config.model_type:
+        _write_tower(folder, work, fields, family)
+    else:
+        _write_model(folder, work, fields, family, link=folder != DEFAULT_MODEL)
 
 
 def source_folder(source: str | os.PathLike) -> Path:
@@ -95,8 +137,10 @@ def family_of(fields: dict, folder: Path) -> Family:
     if model_type not in FAMILIES:
         raise ValueError(f"{folder} holds a model of type {model_type!r}; gridtower knows {sorted(FAMILIES)}.")
     family = FAMILIES[model_type]
-    config = family.config if model_type == family.config.model_type else family.vision_config
-    config.from_dict({name: value for name, value in fields.items() if name != "auto_map"})
+    kind = family.config if model_type == family.config.model_type else family.vision_config
+    config = kind.from_dict({name: value for name, value in fields.items() if name != "auto_map"})
+    if not isinstance(config, kind):
+        raise ValueError(f"{folder} holds a model of type {model_type!r} with another vision tower than Pixtral's.")
     return family
 
 
@@ -111,7 +155,7 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
     _write_json(work / "config.json", fields | {"auto_map": dict(config.hub_classes)})
     parts = [config]
     for name in _PROCESSOR_FILES:
-        if (folder / name).is_file():
+        if (folder / name).is_file() and (family.video_processor or "video" not in name):
             settings = _read_json(folder / name)
             parts += _point_to_code(name, settings, family, is_tower)
             _write_json(work / name, settings)
@@ -122,6 +166,8 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
 def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None:
     config = family.vision_config
     vision = dict(fields["vision_config"]) | {"model_type": config.model_type}
+    if "spatial_merge_size" in fields:
+        vision["spatial_merge_size"] = fields["spatial_merge_size"]
     if dtype := vision.get("dtype") or fields.get("dtype"):
         vision["dtype"] = dtype
     vision |= {"architectures": [config.hub_classes["AutoModel"].split(".")[1]], "auto_map": dict(config.hub_classes)}
@@ -135,11 +181,13 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
                 if found:
                     tensors[inner] = shard.get_tensor(name)
     if not tensors:
-        raise ValueError(f"{folder} has no safetensors with a vision_tower; export needs the weights beside config.json.")
+        raise ValueError(
+            f"{folder} has no safetensors with a vision_tower; export needs the weights beside config.json."
+        )
     save_torch_state_dict(tensors, work, metadata={"format": "pt"})
 
     parts = [config]
-    if settings := _image_processor_settings(folder):
+    if settings := _image_processor_settings(folder, family):
         settings["auto_map"] = dict(family.image_processor.hub_classes)
         _write_json(work / "preprocessor_config.json", settings)
         parts.append(family.image_processor)
@@ -147,14 +195,12 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
     _write_card(work, family, True, folder)
 
 
-def _image_processor_settings(folder: Path) -> dict | None:
-    for name in _PROCESSOR_FILES[:2]:
-        if (folder / name).is_file():
-            settings = _read_json(folder / name)
-            settings = settings.get("image_processor", settings if name == "preprocessor_config.json" else None)
-            if settings:
-                return {field: value for field, value in settings.items() if field != "processor_class"}
-    return None
+def _image_processor_settings(folder: Path, family: Family) -> dict | None:
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES[:2]):
+        return None
+    # Read by the class itself: older layouts spread the fields over several files.
+    settings = family.image_processor.from_pretrained(folder).to_dict()
+    return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
 
 
 def _point_to_code(name: str, settings: dict, family: Family, is_tower: bool) -> list[type]:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, torch_compilable_check
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import accepts_precomputed_kwargs, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -27,6 +27,7 @@ from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConf
 from .checkpoint_formats import register_checkpoint_formats
 from .packed_attention import eager_attention, packed_attention
 from .patch_grids import PackedFrames, PatchGrids
+from .placeholders import place_features
 from .vision_layers import RMSNorm, axial_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -257,22 +258,6 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         """The same for videos: one tensor per video, its temporal steps one after the other."""
         return self.get_image_features(pixel_values_videos, video_grid_thw, return_dict=True, **kwargs)
 
-    def _place(self, inputs_embeds, input_ids, features, token_id: int, media: str):
-        if input_ids is not None:
-            mask = input_ids == token_id
-        else:
-            token = torch.full((), token_id, dtype=torch.long, device=inputs_embeds.device)
-            mask = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
-        features = torch.cat(list(features)).to(inputs_embeds.device, inputs_embeds.dtype)
-        torch_compilable_check(
-            mask.sum() == len(features),
-            lambda: (
-                f"The prompts hold {int(mask.sum())} {media} placeholders (token {token_id}) and the {media}s make "
-                f"{len(features)} features; pass input_ids, pixels and grids that the processor returned together."
-            ),
-        )
-        return inputs_embeds.masked_scatter(mask.to(inputs_embeds.device)[..., None], features)
-
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
@@ -324,7 +309,14 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
                     )
                 features[media] = encode(pixels, grid, return_dict=True, **kwargs)
             if features.get(media) is not None:
-                inputs_embeds = self._place(inputs_embeds, input_ids, features[media].pooler_output, token_id, media)
+                inputs_embeds = place_features(
+                    inputs_embeds,
+                    input_ids,
+                    features[media].pooler_output,
+                    token_id,
+                    self.get_input_embeddings(),
+                    media,
+                )
 
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,

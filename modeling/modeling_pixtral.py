@@ -30,7 +30,7 @@ from .native_pixtral import ReadsNativeFolders
 from .packed_attention import eager_attention, packed_attention
 from .patch_grids import PackedFrames, PatchGrids
 from .placeholders import place_features
-from .vision_layers import RMSNorm, alternating_rotary, rotate
+from .vision_layers import RMSNorm, alternating_rotary, learns, rotate
 
 register_checkpoint_formats()
 
@@ -181,6 +181,7 @@ class PixtralVisionModel(PixtralPreTrainedModel):
         pixel_values: torch.Tensor | list[torch.Tensor],
         grid_thw: torch.Tensor | None = None,
         image_sizes: torch.Tensor | list[tuple[int, int]] | None = None,
+        image_grid_thw: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """Encode images, given as packed patches or whole; both give the same features.
@@ -192,7 +193,8 @@ class PixtralVisionModel(PixtralPreTrainedModel):
                 Normalised floats, cast to the embedding's dtype, or raw uint8.
             grid_thw: (num_images, 3), int64: steps, rows and columns of each, in patches; each step is a frame that
                 attends to itself only.
-            image_sizes: (num_images, 2): height and width of padded images, in pixels.
+            image_sizes: (num_images, 2): height and width of padded images, in pixels; not needed with `grid_thw`.
+            image_grid_thw: `grid_thw` by the image processor's name, so that `tower(**image_processor(images))` works.
             kwargs: `output_hidden_states` (True, or the indices to keep), `output_attentions` (one map per image, under
                 `eager`), and transformers' precomputed `position_ids` (num_patches, 2), `cu_seqlens`, `max_seqlen`.
 
@@ -203,8 +205,12 @@ class PixtralVisionModel(PixtralPreTrainedModel):
         Raises:
             ValueError: shapes, sizes or grids that do not fit together, or that the merge size does not divide.
         """
+        if image_grid_thw is not None:
+            if grid_thw is not None:
+                raise ValueError("Pass the grids once, as grid_thw: (num_images, 3), in patches.")
+            grid_thw = image_grid_thw
         if grid_thw is not None:
-            self._check_packed(pixel_values, image_sizes)
+            self._check_packed(pixel_values)
             return self._encode_packed(pixel_values, grid_thw, self.spatial_merge_size, **kwargs)
         patches, grid = patches_of_images(
             pixel_values, image_sizes, self.patch_size, self.config.num_channels, merge=1
@@ -215,9 +221,7 @@ class PixtralVisionModel(PixtralPreTrainedModel):
             outputs.hidden_states = tuple(None if state is None else state[None] for state in outputs.hidden_states)
         return outputs
 
-    def _check_packed(self, pixel_values, image_sizes):
-        if image_sizes is not None:
-            raise ValueError("Pass grid_thw with packed patches or image_sizes with padded images, not both.")
+    def _check_packed(self, pixel_values):
         shape = getattr(pixel_values, "shape", None)
         if shape is None or len(shape) != 2 or shape[1] != self.config.patch_dim:
             raise ValueError(
@@ -232,9 +236,10 @@ class PixtralVisionModel(PixtralPreTrainedModel):
         theta = self.config.rope_parameters["rope_theta"]
         cos, sin = alternating_rotary(grids.tower_positions(kwargs), theta, self.config.head_dim)
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
-        outputs = self._encode(
-            grids.enter(patches), cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs
-        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, patches)):
+            outputs = self._encode(
+                grids.enter(patches), cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs
+            )
         return grids.leave_outputs(outputs)
 
     @capture_outputs

@@ -13,7 +13,7 @@ from ..configuration.flat_code import SavesItsCode
 from .image_processing_pixtral import PixtralImageProcessor, PixtralImageProcessorPil, patch_side
 from .media_loading import flat_media, is_image, share_among_prompts
 
-# Control tokens by id, for tekken.json files that do not list them: those of version 3 know none after [SUFFIX].
+# Control tokens by id in tekken.json files up to version 7 that do not list them.
 OLD_CONTROL_TOKENS = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
     "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -240,17 +240,20 @@ def load_tokenizer(folder, **kwargs):
     with TemporaryDirectory() as scratch:
         source = folder
         if "special_tokens" not in fields:
-            names = OLD_CONTROL_TOKENS[:17] if is_early else OLD_CONTROL_TOKENS
-            fields["special_tokens"] = [{"rank": rank, "token_str": name} for rank, name in enumerate(names)]
+            fields["special_tokens"] = [
+                {"rank": rank, "token_str": name} for rank, name in enumerate(OLD_CONTROL_TOKENS)
+            ]
             source = scratch
             Path(scratch, "tekken.json").write_text(json.dumps(fields), encoding="utf-8")
+        tokens = image_token_names(folder, fields["special_tokens"])
+        template = EARLY_CHAT_TEMPLATE if is_early else CHAT_TEMPLATE
         settings = {
             "unk_token": "<unk>",
             "bos_token": "<s>",
             "eos_token": "</s>",
             "pad_token": "<pad>",
-            "extra_special_tokens": image_token_names(folder, fields["special_tokens"]),
-            "chat_template": EARLY_CHAT_TEMPLATE if is_early else CHAT_TEMPLATE,
+            "extra_special_tokens": tokens,
+            "chat_template": template.replace("[IMG]", tokens["image_token"]),
         }
         tokenizer = TokenizersBackend.from_pretrained(source, **(settings | kwargs))
     tokenizer.name_or_path = str(folder)
@@ -258,6 +261,7 @@ def load_tokenizer(folder, **kwargs):
 
 
 def image_token_names(folder, special_tokens):
+    """`{"image_token": name, …}` by the ids in the folder's `params.json`, or in the configuration converted from it."""
     params = json.loads(PixtralConfig.from_pretrained(folder).native_params or "{}").get("vision_encoder", {})
     names = {token["rank"]: token["token_str"] for token in special_tokens}
     tokens = {}

@@ -62,10 +62,15 @@ def test_every_question_is_asked(reader):
 
 def test_the_curriculum_draws_training_scans_and_covers_the_whole_training():
     assert sum(stage[0] for stage in CURRICULUM) == pytest.approx(1)
-    stages = training_pictures(1000, seed=0).datasets
+    stages = training_pictures(1000, 0, CURRICULUM).datasets
     assert {stage.split for stage in stages} == {"train"}
     assert [stage.lengths for stage in stages] == [stage[1] for stage in CURRICULUM]
     assert len({stage.seed for stage in stages}) == len(stages)
+
+
+def test_the_last_stage_alone_fills_the_whole_training():
+    (stage,) = training_pictures(1000, 0, CURRICULUM[-1:]).datasets
+    assert len(stage) == 1000
 
 
 def test_the_learning_rate_rises_then_falls():
@@ -90,7 +95,15 @@ def test_two_steps_train_save_load_and_answer(reader, tmp_path):
     model, processor = reader
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     steps = train(
-        model, processor, steps=2, minutes=5, batch_size=4, learning_rate=1e-3, seed=0, output=tmp_path / "run"
+        model,
+        processor,
+        steps=2,
+        minutes=5,
+        batch_size=4,
+        learning_rate=1e-3,
+        seed=0,
+        output=tmp_path / "run",
+        curriculum=CURRICULUM,
     )
     assert steps == 2
     unmoved = [name for name, tensor in model.named_parameters() if torch.equal(tensor, before[name])]

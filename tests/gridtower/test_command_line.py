@@ -16,7 +16,9 @@ PICTURE = Path(__file__).parents[2] / "examples" / "handwritten_2026.png"
 
 def gridtower(*arguments, **options):
     command = [sys.executable, "-m", "gridtower.command_line", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, **options)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, **options
+    )
 
 
 @pytest.fixture(scope="module")

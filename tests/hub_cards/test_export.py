@@ -33,7 +33,11 @@ def run_without_gridtower(code: str, cwd: Path, tmp_path: Path) -> list[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, "-c", head + code, "." if cwd else ""], capture_output=True, text=True, cwd=cwd, env=environment
+        [sys.executable, "-c", head + code, "." if cwd else ""],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -108,7 +112,10 @@ def test_folder_of_the_older_layout_gets_its_auto_maps(folder, tmp_path):
     settings = json.loads((folder / "processor_config.json").read_text())
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         os.link(folder / name, old / name)
-    for name, part in (("preprocessor_config.json", "image_processor"), ("video_preprocessor_config.json", "video_processor")):
+    for name, part in (
+        ("preprocessor_config.json", "image_processor"),
+        ("video_preprocessor_config.json", "video_processor"),
+    ):
         settings[part].pop("auto_map")
         (old / name).write_text(json.dumps(settings[part]))
     out = export(old, tmp_path / "new")

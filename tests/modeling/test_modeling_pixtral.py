@@ -373,9 +373,9 @@ def test_memory_for_each_image_does_not_grow_with_the_batch(implementation):
             lambda: {
                 "pixel_values": torch.zeros(4, 48),
                 "grid_thw": torch.tensor([[1, 2, 2]]),
-                "image_sizes": [(8, 8)],
+                "image_grid_thw": torch.tensor([[1, 2, 2]]),
             },
-            "not both",
+            "grids once",
         ),
         (lambda: {"pixel_values": torch.zeros(2, 3, 8, 8), "image_sizes": [(8, 8)]}, "1 sizes and pixel_values 2"),
         (
