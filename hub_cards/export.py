@@ -93,7 +93,7 @@ def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool =
         if is_native_folder(folder) and format == "hf":
             folder = _converted(folder, Path(scratch, "converted"))
         if format == "mistral":
-            hf_to_native(folder, work)
+            _write_native_folder(folder, work)
         else:
             _write_hub_folder(folder, work, tower_only)
         if out.exists():
@@ -107,6 +107,13 @@ def _converted(folder: Path, target: Path) -> Path:
     if (folder / "tekken.json").is_file():
         PixtralProcessor.from_pretrained(folder).save_pretrained(target)
     return target
+
+
+def _write_native_folder(folder: Path, work: Path) -> None:
+    family = family_of(_read_json(folder / "config.json"), folder)
+    if family.card != "pixtral":
+        raise ValueError(f"{folder} holds a model of type {family.config.model_type}, which has no Mistral layout.")
+    hf_to_native(folder, work)
 
 
 def _write_hub_folder(folder: Path, work: Path, tower_only: bool) -> None:
