@@ -17,13 +17,29 @@ import torch
 from handwritten_numbers import LARGEST_MARGIN, QUESTIONS, HandwrittenNumbers, small_tokenizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import ConcatDataset, DataLoader
-from transformers import GenerationConfig, Lfm3Config, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GenerationConfig,
+    Lfm3Config,
+    MistralConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-from gridtower.configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
-from gridtower.modeling.modeling_lfm3_vl import Lfm3VlForConditionalGeneration
-from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
-from gridtower.processing.processing_lfm3_vl import Lfm3VlProcessor
-from gridtower.processing.video_processing_lfm3_vl import Lfm3VlVideoProcessor
+from gridtower import (
+    Lfm3VlConfig,
+    Lfm3VlForConditionalGeneration,
+    Lfm3VlImageProcessor,
+    Lfm3VlProcessor,
+    Lfm3VlVideoProcessor,
+    Lfm3VlVisionConfig,
+    PixtralConfig,
+    PixtralForConditionalGeneration,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    PixtralVisionConfig,
+)
 
 TEST_LENGTHS = (1, 2, 3, 4, 5, 6)
 
@@ -105,6 +121,60 @@ def lfm3_vl_model(processor):
     return Lfm3VlForConditionalGeneration(config)
 
 
+def pixtral_processor():
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["[IMG_BREAK]", "[IMG_END]"], special_tokens=True)
+    # A longest edge leaves six digits about 30 pixels each.
+    images = PixtralImageProcessor(size={"longest_edge": 208}, patch_size=8, spatial_merge_size=2)
+    return PixtralProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        spatial_merge_size=2,
+        chat_template=tokenizer.chat_template,
+        image_token=tokenizer.image_token,
+    )
+
+
+def pixtral_model(processor):
+    tokenizer = processor.tokenizer
+    vision = PixtralVisionConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        patch_size=8,
+        image_size=208,
+        rope_parameters={"rope_type": "axial", "rope_theta": 100.0},
+        initializer_range=INITIALIZER_RANGE,
+    )
+    text = MistralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=8192,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    image_token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
+    config = PixtralConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=image_token_id,
+        spatial_merge_size=2,
+        initializer_range=INITIALIZER_RANGE,
+    )
+    return PixtralForConditionalGeneration(config)
+
+
 @dataclass(frozen=True)
 class Family:
     """How to make an untrained reader: first the processor, then the model that its token ids fit."""
@@ -113,7 +183,10 @@ class Family:
     make_model: Callable
 
 
-FAMILIES = {"lfm3_vl": Family(lfm3_vl_processor, lfm3_vl_model)}
+FAMILIES = {
+    "lfm3_vl": Family(lfm3_vl_processor, lfm3_vl_model),
+    "pixtral": Family(pixtral_processor, pixtral_model),
+}
 
 
 def prompt_for(processor, question: str) -> str:

@@ -64,11 +64,9 @@ def _describe(options) -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     register()
-    folder = source_folder(options.model)
+    model, processor = _load(source_folder(options.model))
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     model = model.to(device).eval()
-    processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     several = len(options.inputs) > 1
     failed = False
     for path, kind in tqdm(list(zip(options.inputs, kinds)), unit="input", disable=None if several else True):
@@ -86,9 +84,24 @@ def _describe(options) -> int:
     return int(failed)
 
 
+def _load(folder: Path):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from . import PixtralForConditionalGeneration, PixtralProcessor
+    from .configuration.native_params_pixtral import is_native_folder
+
+    if is_native_folder(folder):
+        return PixtralForConditionalGeneration.from_pretrained(folder), PixtralProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    return model, AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
 def _answer(model, processor, path: str, kind: str, options, stream: bool) -> dict:
     from transformers import TextStreamer
 
+    placeholder = getattr(model.config, f"{kind}_token_id", None)
+    if placeholder is None:
+        raise ValueError(f"a model of type {model.config.model_type} takes no {kind}s; pass images.")
     started = time.perf_counter()
     content = [{"type": kind, "path": path}, {"type": "text", "text": options.prompt}]
     inputs = processor.apply_chat_template(
@@ -104,7 +117,6 @@ def _answer(model, processor, path: str, kind: str, options, stream: bool) -> di
     tensors = {name: inputs[name].to(model.device) for name in inputs if hasattr(inputs[name], "to")}
     prompt_length = tensors["input_ids"].shape[1]
     generated = model.generate(**tensors, **limits, streamer=streamer)[0, prompt_length:]
-    placeholder = getattr(model.config, f"{kind}_token_id")
     return {
         "input": path,
         "text": processor.decode(generated, skip_special_tokens=True),

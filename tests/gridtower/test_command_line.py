@@ -11,6 +11,9 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from ..modeling.test_native_pixtral import native_folder
+from ..processing.test_processing_pixtral import write_native_folder
+
 PICTURE = Path(__file__).parents[2] / "examples" / "handwritten_2026.png"
 
 
@@ -68,3 +71,14 @@ def test_export_prints_the_folder_and_refuses_to_write_into_a_full_one(tmp_path)
     second = gridtower("export", "default", "model", cwd=tmp_path)
     assert second.returncode == 1
     assert "model exists and is not an empty folder" in second.stderr
+
+
+def test_describe_takes_a_folder_in_mistrals_own_layout(clip, tmp_path):
+    folder = write_native_folder(tmp_path / "native")
+    tekken = (folder / "tekken.json").read_bytes()
+    native_folder(folder, params=json.loads((folder / "params.json").read_text()))
+    (folder / "tekken.json").write_bytes(tekken)
+    done = gridtower("describe", PICTURE, clip, "--model", folder, "--json", "--max-new-tokens", "2")
+    image, video = map(json.loads, done.stdout.splitlines())
+    assert image["vision_tokens"] == np.prod(image["grid_thw"]) and image["new_tokens"] == 2
+    assert video["error"] == "a model of type llava takes no videos; pass images."

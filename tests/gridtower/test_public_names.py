@@ -46,11 +46,13 @@ config = gridtower.Lfm3VlVisionConfig(
 print(type(transformers.AutoModel.from_config(config)) is gridtower.Lfm3VlVisionModel)
 mapping = transformers.models.auto
 print(mapping.processing_auto.PROCESSOR_MAPPING[gridtower.Lfm3VlConfig] is gridtower.Lfm3VlProcessor)
-print(mapping.video_processing_auto.VIDEO_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig] is gridtower.Lfm3VlVideoProcessor)
+print(mapping.video_processing_auto.VIDEO_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig]["torchvision"] is gridtower.Lfm3VlVideoProcessor)
 print(mapping.image_processing_auto.IMAGE_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig]["pil"].__name__)
-print(mapping.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[gridtower.Lfm3VlConfig].__name__)
+for name in ("Lfm3VlConfig", "PixtralConfig", "PixtralLlavaConfig", "PixtralMixedConfig"):
+    print(mapping.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[getattr(gridtower, name)].__name__)
 """
     )
     assert printed.split() == [
         "transformers", "gridtower", "True", "True", "True", "Lfm3VlImageProcessorPil", "Lfm3VlForConditionalGeneration",
+        "PixtralForConditionalGeneration", "PixtralLlavaForConditionalGeneration", "PixtralMixedForConditionalGeneration",
     ]  # fmt: skip

@@ -408,13 +408,14 @@ def test_a_converted_folder_gives_what_the_native_one_gave(tmp_path):
     assert settings[0] == settings[1] and settings[0]["spatial_merge_size"] == 2
 
 
-def test_a_tokenizer_json_goes_before_a_tekken_json(tokenizer, tmp_path):
+def test_a_tokenizer_json_goes_before_a_tekken_json(tmp_path):
     write_native_folder(tmp_path)
+    tokenizer = make_tokenizer(pad_token=None)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[OURS]"]})
     PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template="ours").save_pretrained(tmp_path)
     loaded = PixtralProcessor.from_pretrained(tmp_path)
-    assert "[OURS]" in loaded.tokenizer.get_vocab() and loaded.chat_template == "ours"
-    assert loaded.patch_size == 16
+    assert "[OURS]" in loaded.tokenizer.get_vocab() and loaded.tokenizer.pad_token is None
+    assert loaded.chat_template == "ours" and loaded.patch_size == 16
 
 
 def test_image_tokens_of_a_native_folder_have_the_ids_in_its_params(tmp_path, make_picture):
