@@ -173,6 +173,7 @@ class PixtralConfig(SavesItsCode, PreTrainedConfig):
     """
 
     model_type = "mistral3"
+    keys_to_ignore_at_inference = ["cache", "image_outputs"]  # a Trainer would gather them for every evaluated row
     published_prefix: ClassVar[str] = "Mistral3"
     attribute_map = {"image_token_id": "image_token_index"}
     sub_configs_defaults = {

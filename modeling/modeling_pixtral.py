@@ -440,11 +440,11 @@ class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel
             pixel_values, image_grid_thw, image_sizes, vision_feature_layer=vision_feature_layer, **kwargs
         )
 
-    def generate(self, *args, generation_config=None, **kwargs):
+    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
         """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
-        if (generation_config or self.generation_config).suppress_tokens is None:
-            kwargs.setdefault("suppress_tokens", [self.config.image_token_id])
-        return super().generate(*args, generation_config=generation_config, **kwargs)
+        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
+        suppressed = sorted({*asked, self.config.image_token_id})
+        return super().generate(inputs, generation_config, suppress_tokens=suppressed, **kwargs)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

@@ -5,6 +5,7 @@ A family joins with two test classes of a few lines: its full models under `Pack
 """
 
 import unittest
+import unittest.mock
 
 import torch
 from transformers import PreTrainedConfig
@@ -78,6 +79,7 @@ class PackedTowerTester:
 class PackedModelTests(common_tests.ModelTesterMixin, common_tests.GenerationTesterMixin):
     """The common tests for full models. `fields` holds dicts `vision_config` and `text_config`.
 
+    `all_model_classes` are the base and the model with a head.
     Ids 0 to 4 are the tests' padding, 5 to 7 the placeholders and marks; attention layers of the text model:
     all, of the tower: `tower_attention_layers`.
     """
@@ -90,6 +92,12 @@ class PackedModelTests(common_tests.ModelTesterMixin, common_tests.GenerationTes
 
     def setUp(self):
         self.model_tester = PackedModelTester(self.config_class, self.fields)
+        # The tests tell bases from models with a head, which take labels, by the class names that transformers lists.
+        lists = (common_tests.MODEL_MAPPING_NAMES, common_tests.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        for names, model_class in zip(lists, self.all_model_classes):
+            listed = unittest.mock.patch.dict(names, {model_class.__name__: model_class.__name__})
+            listed.start()
+            self.addCleanup(listed.stop)
 
     def _image_features_get_expected_num_attentions(self, model_tester=None):
         return self.tower_attention_layers

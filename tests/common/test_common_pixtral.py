@@ -33,21 +33,27 @@ TEXT = {
 FIELDS = {"vision_config": VISION, "text_config": TEXT, "image_token_index": 6}
 
 
-class PixtralCommonTest(PackedModelTests, unittest.TestCase):
+class HasImageStd:
+    @unittest.skip("for classifiers; on its way it writes a number into every field named *_std, image_std too")
+    def test_can_load_ignoring_mismatched_shapes(self):
+        pass
+
+
+class PixtralCommonTest(HasImageStd, PackedModelTests, unittest.TestCase):
     all_model_classes = (PixtralModel, PixtralForConditionalGeneration)
     config_class = PixtralConfig
     tower_attention_layers = 2
     fields = FIELDS
 
 
-class PixtralLlavaCommonTest(PackedModelTests, unittest.TestCase):
+class PixtralLlavaCommonTest(HasImageStd, PackedModelTests, unittest.TestCase):
     all_model_classes = (PixtralLlavaModel, PixtralLlavaForConditionalGeneration)
     config_class = PixtralLlavaConfig
     tower_attention_layers = 2
     fields = FIELDS
 
 
-class PixtralVisionTowerCommonTest(PackedTowerTests, unittest.TestCase):
+class PixtralVisionTowerCommonTest(HasImageStd, PackedTowerTests, unittest.TestCase):
     all_model_classes = (PixtralVisionModel,)
     config_class = PixtralVisionConfig
     fields = VISION
