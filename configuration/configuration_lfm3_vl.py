@@ -145,7 +145,11 @@ class Lfm3VlConfig(SavesItsCode, PreTrainedConfig):
     """
 
     model_type = "lfm3_vl"
-    keys_to_ignore_at_inference = ["cache", "image_outputs", "video_outputs"]  # else a Trainer gathers them when evaluating
+    keys_to_ignore_at_inference = [
+        "cache",
+        "image_outputs",
+        "video_outputs",
+    ]  # else a Trainer gathers them when evaluating
     sub_configs_defaults = {
         "vision_config": Lfm3VlVisionConfig,
         "text_config": SubConfigSpec(config_class=AutoConfig, model_type="lfm3"),
