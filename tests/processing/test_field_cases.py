@@ -11,7 +11,7 @@ import torch
 from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor, Lfm3VlImageProcessorPil
 from gridtower.processing.image_processing_pixtral import PixtralImageProcessor, PixtralImageProcessorPil
 
-# Patches of 4 x 4 pixels, in merge blocks of 2 x 2, and no picture here is small or large enough to be resized.
+# Patches of 4 x 4 pixels, in merge blocks of 2 x 2. Both families resize the strips, in their own ways, and little else.
 PROCESSORS = [
     *(kind(patch_size=4, min_pixels=64, max_pixels=10**6) for kind in (Lfm3VlImageProcessor, Lfm3VlImageProcessorPil)),
     *(kind(patch_size=4, spatial_merge_size=2) for kind in (PixtralImageProcessor, PixtralImageProcessorPil)),
