@@ -35,6 +35,13 @@ def flat_code(modules: list[str]) -> dict[str, str]:
     return texts
 
 
+def write_code(folder: Path, parts: list) -> None:
+    """Write into `folder` the flat code that the `hub_classes` of `parts` need."""
+    modules = [reference.split(".")[0] for part in parts for reference in part.hub_classes.values()]
+    for name, text in flat_code(modules).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 class SavesItsCode:
     """First base of our configurations and processors: what they save loads with `trust_remote_code=True`.
 
@@ -57,6 +64,4 @@ class SavesItsCode:
         for part in parts:
             part.auto_map = dict(part.hub_classes)
         super().to_json_file(json_file_path, **kwargs)
-        modules = [reference.split(".")[0] for part in parts for reference in part.hub_classes.values()]
-        for name, text in flat_code(modules).items():
-            (Path(json_file_path).parent / name).write_text(text, encoding="utf-8")
+        write_code(Path(json_file_path).parent, parts)

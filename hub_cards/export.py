@@ -22,7 +22,7 @@ from ..configuration.configuration_pixtral import (
     PixtralMixedConfig,
     PixtralVisionConfig,
 )
-from ..configuration.flat_code import flat_code
+from ..configuration.flat_code import write_code
 from ..configuration.native_params_pixtral import is_native_folder
 from ..modeling.native_pixtral import hf_to_native, native_to_hf
 from ..processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
@@ -166,7 +166,7 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
             settings = _read_json(folder / name)
             parts += _point_to_code(name, settings, family, is_tower)
             _write_json(work / name, settings)
-    _write_code(work, parts)
+    write_code(work, parts)
     _write_card(work, family, is_tower, folder)
 
 
@@ -198,7 +198,7 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
         settings["auto_map"] = dict(family.image_processor.hub_classes)
         _write_json(work / "preprocessor_config.json", settings)
         parts.append(family.image_processor)
-    _write_code(work, parts)
+    write_code(work, parts)
     _write_card(work, family, True, folder)
 
 
@@ -228,12 +228,6 @@ def _point_to_code(name: str, settings: dict, family: Family, is_tower: bool) ->
             settings[nested]["auto_map"] = dict(part.hub_classes)
             parts.append(part)
     return parts
-
-
-def _write_code(work: Path, parts: list[type]) -> None:
-    modules = [reference.split(".")[0] for part in parts for reference in part.hub_classes.values()]
-    for name, text in flat_code(modules).items():
-        (work / name).write_text(text, encoding="utf-8")
 
 
 def _write_card(work: Path, family: Family, is_tower: bool, folder: Path) -> None:
