@@ -75,9 +75,11 @@ def distort(scan: Image.Image, rng: np.random.Generator) -> Image.Image:
     where = [*matrix[0], shift[0], *matrix[1], shift[1]]
     fine = fine.transform(fine.size, Image.Transform.AFFINE, where, Image.Resampling.BILINEAR)
     weight = np.exp(rng.normal(0, 0.25))
-    coarse = fine.resize(sheet.size, Image.Resampling.BOX).point([255 * (k / 255) ** weight for k in range(256)])
-    left, top, right, bottom = coarse.point(lambda level: level if level > 40 else 0).getbbox() or coarse.getbbox()
-    return coarse.crop((left - 1, top - 1, right + 1, bottom + 1))
+    coarse = np.asarray(fine.resize(sheet.size, Image.Resampling.BOX)) / np.float32(255)
+    coarse = (255 * coarse**weight).astype(np.uint8)
+    inked = coarse > 40
+    rows, columns = np.flatnonzero(inked.any(1)), np.flatnonzero(inked.any(0))
+    return Image.fromarray(coarse[rows[0] - 1 : rows[-1] + 2, columns[0] - 1 : columns[-1] + 2])
 
 
 def enlarge(scan: Image.Image, height: int, width_factor: float) -> Image.Image:
@@ -170,6 +172,7 @@ class HandwrittenNumbers(Dataset):
         seed: another seed, other pictures.
         coloured: share of pictures that are not plain black on white.
         largest_margin: most pixels of paper beyond the digits, on each side.
+        largest_area: in pixels; larger pictures are shrunk to it. None: as they were written.
     """
 
     def __init__(
@@ -180,6 +183,7 @@ class HandwrittenNumbers(Dataset):
         seed: int = 0,
         coloured: float = 1.0,
         largest_margin: int = LARGEST_MARGIN,
+        largest_area: int | None = None,
     ):
         self.size = size
         self.lengths = lengths
@@ -187,6 +191,7 @@ class HandwrittenNumbers(Dataset):
         self.seed = seed
         self.coloured = coloured
         self.largest_margin = largest_margin
+        self.largest_area = largest_area
 
     def __len__(self) -> int:
         return self.size
@@ -197,6 +202,9 @@ class HandwrittenNumbers(Dataset):
         rng = np.random.default_rng([self.seed, index, self.split == "train"])
         digits = "".join(str(digit) for digit in rng.integers(0, 10, rng.choice(self.lengths)))
         picture, _ = write_number(digits, rng, self.split, self.coloured, self.largest_margin)
+        if self.largest_area is not None:
+            factor = (self.largest_area / (picture.width * picture.height)) ** 0.5
+            picture.thumbnail([max(1, int(side * factor)) for side in picture.size])
         return picture, digits
 
 

@@ -147,6 +147,29 @@ def frame_boundaries(grid: tuple[tuple[int, ...], ...], merge: int, device: torc
     return lengths.cumsum(0, dtype=torch.int32).to(device)
 
 
+@once_per_grid
+def covering_blocks(
+    grid: tuple[tuple[int, ...], ...], ratio: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of `ratio` x `ratio` patches that cover each frame, over its right and bottom edge where it does not divide.
+
+    Returns:
+        which patch of the input, raster order within a frame, stands at each place of each block (num_blocks, ratio**2),
+        int64; and whether one stands there, bool. Blocks and places are in raster order.
+    """
+    places, start = [], 0
+    for steps, rows, cols in grid:
+        for _ in range(steps):
+            block_rows, block_cols = -(-rows // ratio), -(-cols // ratio)
+            frame = torch.full((block_rows * ratio, block_cols * ratio), -1)
+            frame[:rows, :cols] = torch.arange(start, start + rows * cols).view(rows, cols)
+            # (block_rows, ratio, block_cols, ratio) -> (blocks, ratio**2)
+            places.append(frame.view(block_rows, ratio, block_cols, ratio).transpose(1, 2).reshape(-1, ratio**2))
+            start += rows * cols
+    index = torch.cat(places).to(device)
+    return index.clamp(min=0), index >= 0
+
+
 def _raster_order(rows: int, cols: int, merge: int) -> torch.Tensor:
     """Where each patch of a frame, taken in raster order, stands in merge-block order: (rows * cols,)."""
     blocks = torch.arange(rows * cols).view(rows // merge, cols // merge, merge, merge)
