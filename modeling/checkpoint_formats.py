@@ -1,7 +1,7 @@
 """Tensor names of the published checkpoints, as transformers' conversion mapping: renamed on load, reversed on save."""
 
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 # transformers renamed these three. Whole words only, so that no longer name is caught; the assertions are a form that
 # transformers can reverse.
@@ -20,6 +20,61 @@ PIXTRAL = [
 ]
 PIXTRAL_WITHOUT_HEAD = [WeightRenaming(r"^language_model\.model", "language_model")]
 
+# Published DeepSeek-V4 checkpoints have no common prefix.
+DEEPSEEK_V4_HEAD = [
+    *(WeightRenaming(rf"^{part}\.", f"model.{part}.") for part in ("vision", "aligner", "embed", "layers", "norm")),
+    *(WeightRenaming(rf"^image_{mark}", f"model.image_{mark}") for mark in ("start", "pad", "newline", "end")),
+    WeightRenaming(r"^hc_head_", "model.hc_head_"),
+    WeightRenaming(r"^head\.", "lm_head."),
+]
+DEEPSEEK_V4_PARTS = [
+    WeightRenaming(r"^vision\.", "vision_tower."),
+    *(WeightRenaming(rf"^{part}\.", f"language_model.{part}.") for part in ("embed", "layers", "norm")),
+    WeightRenaming(r"^hc_head_", "language_model.hc_head_"),
+]
+# Of the text model alone, so that no name of the tower is caught. Renamings apply in this order on load, and in the
+# opposite one on save: a name that contains another stands before it where it is read, behind it where it is written.
+DEEPSEEK_V4_TEXT = [
+    *(
+        WeightRenaming(published, ours)
+        for published, ours in (
+            (r"^embed\.", "embed_tokens."),
+            (r"^hc_head_", "hc_head.hc_"),
+            (r"\.attn\.", ".self_attn."),
+            (r"\.ffn\.", ".mlp."),
+            (r"\.attn_norm\.", ".input_layernorm."),
+            (r"\.ffn_norm\.", ".post_attention_layernorm."),
+            (r"\.hc_attn_", ".attn_hc."),
+            (r"\.hc_ffn_", ".ffn_hc."),
+            (r"\.attn_sink", ".sinks"),
+            (r"\.indexer\.compressor\.", ".compressor.indexer."),
+            (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+            (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
+            (r"\.indexer\.norm\.", ".indexer.kv_norm."),
+            (r"\.compressor\.norm\.", ".compressor.kv_norm."),
+            (r"\.ape", ".position_bias"),
+            (r"\.wq_a\.", ".q_a_proj."),
+            (r"\.q_norm\.", ".q_a_norm."),
+            (r"\.self_attn\.wq_b\.", ".self_attn.q_b_proj."),
+            (r"\.wkv\.", ".kv_proj."),
+            (r"\.wgate\.", ".gate_proj."),
+            (r"\.wo_a\.", ".o_a_proj."),
+            (r"\.wo_b\.", ".o_b_proj."),
+            # transformers ends a pattern with the name: `bias_vl`, another tensor, is not caught.
+            (r"\.gate\.bias", ".gate.e_score_correction_bias"),
+            (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+            (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+            (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+        )
+    ),
+    WeightConverter(
+        [r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
+        r"\.experts.gate_up_proj",
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+    ),
+    WeightConverter(r"\.experts.*.w2.weight", r"\.experts.down_proj", operations=[MergeModulelist(dim=0)]),
+]
+
 
 def register_checkpoint_formats() -> None:
     """Make `from_pretrained` and `save_pretrained` of our classes speak the published names.
@@ -31,3 +86,6 @@ def register_checkpoint_formats() -> None:
     for family in ("Pixtral", "PixtralLlava", "PixtralMixed"):
         register_checkpoint_conversion_mapping(f"{family}ForConditionalGeneration", PIXTRAL, overwrite=True)
         register_checkpoint_conversion_mapping(f"{family}Model", PIXTRAL_WITHOUT_HEAD, overwrite=True)
+    register_checkpoint_conversion_mapping("DeepseekV4ForConditionalGeneration", DEEPSEEK_V4_HEAD, overwrite=True)
+    register_checkpoint_conversion_mapping("DeepseekV4VlModel", DEEPSEEK_V4_PARTS, overwrite=True)
+    register_checkpoint_conversion_mapping("DeepseekV4VlTextModel", DEEPSEEK_V4_TEXT, overwrite=True)
