@@ -138,6 +138,8 @@ class DeepseekV4VlConfig(SavesItsCode, DeepseekV4Config):
 
     keys_to_ignore_at_inference = ["cache", "image_outputs"]  # a Trainer would gather them for every evaluated row
     sub_configs_defaults = {"vision_config": DeepseekV4VisionConfig}
+    # The plans are those of the text model, which is one part of this model: its class holds them.
+    base_model_tp_plan = base_model_ep_plan = base_model_pp_plan = None
     hub_classes: ClassVar[dict] = {
         "AutoConfig": "configuration_deepseek_v4_vl.DeepseekV4VlConfig",
         "AutoModel": "modeling_deepseek_v4_vl.DeepseekV4VlModel",

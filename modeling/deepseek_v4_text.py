@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from transformers import DeepseekV4Config
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
@@ -199,6 +200,9 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
     """transformers' DeepSeek-V4 text model, for prompts that may hold images."""
 
     input_modalities = ("text",)
+    _tp_plan = DeepseekV4Config.base_model_tp_plan
+    _ep_plan = DeepseekV4Config.base_model_ep_plan
+    _pp_plan = DeepseekV4Config.base_model_pp_plan
 
     def __init__(self, config: DeepseekV4VlConfig):
         super().__init__(config)

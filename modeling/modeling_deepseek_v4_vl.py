@@ -97,9 +97,9 @@ class DeepseekV4VisionBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: DeepseekV4VisionConfig):
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, _NORM_EPS)
+        self.norm1 = RMSNorm(config.hidden_size, _NORM_EPS, torch.float32)
         self.attn = DeepseekV4VisionAttention(config)
-        self.norm2 = RMSNorm(config.hidden_size, _NORM_EPS)
+        self.norm2 = RMSNorm(config.hidden_size, _NORM_EPS, torch.float32)
         self.mlp = DeepseekV4VisionMLP(config)
 
     def forward(self, hidden_states, cos, sin, cu_seqlens, segments, **kwargs):
@@ -131,7 +131,7 @@ class DeepseekV4VisionModel(PreTrainedModel):
         super().__init__(config)
         self.patch_embed = DeepseekV4VisionPatchEmbedding(config)
         self.blocks = nn.ModuleList(DeepseekV4VisionBlock(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, _NORM_EPS)
+        self.norm = RMSNorm(config.hidden_size, _NORM_EPS, torch.float32)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -10,12 +10,13 @@ from torch.nn import functional as F
 class RMSNorm(nn.Module):
     """Divides by the root mean square over the last axis, then scales by a learned weight.
 
-    Mean, root, division and scale run in float32; the result is rounded once, to the input's dtype.
+    Mean, root, division and scale run in float32; the result is rounded once, to the input's dtype. `dtype` is the
+    weight's, where a checkpoint has it in another than its model's.
     """
 
-    def __init__(self, hidden_size: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

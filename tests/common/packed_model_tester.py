@@ -25,6 +25,17 @@ def packed_images(vision_config: PreTrainedConfig) -> tuple[torch.Tensor, torch.
     return pixel_values, torch.tensor([GRID] * BATCH_SIZE)
 
 
+def image_block(config: PreTrainedConfig) -> list[int]:
+    """The tokens that an image of `GRID` becomes in a prompt."""
+    merge = getattr(config.vision_config, "spatial_merge_size", None) or config.vision_config.downsample_ratio
+    rows, cols = GRID[1] // merge, GRID[2] // merge
+    if not hasattr(config, "image_start_token_id"):
+        return [config.image_token_id] * (GRID[0] * rows * cols)
+    # Two rows column by column, each ended by a newline.
+    pairs = [config.image_token_id] * (rows * cols) + [config.image_newline_token_id] * rows
+    return [config.image_pad_token_id, config.image_start_token_id, *pairs, config.image_end_token_id]
+
+
 class PackedModelTester:
     """Makes the tiny configuration and the inputs: rows of text with one image in each."""
 
@@ -33,11 +44,13 @@ class PackedModelTester:
 
     def __init__(self, config_class: type[PreTrainedConfig], fields: dict):
         self.config_class, self.fields = config_class, fields
-        self.vision_config, self.text_config = fields["vision_config"], fields["text_config"]
+        # A family whose configuration is that of its text model has the text fields beside `vision_config`.
+        self.vision_config, self.text_config = fields["vision_config"], fields.get("text_config", fields)
         for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
             setattr(self, name, self.text_config[name])
-        self.image_tokens = PATCHES_PER_IMAGE // self.get_config().vision_config.spatial_merge_size ** 2
-        self.seq_length = self.image_tokens + 4
+        config = self.get_config()
+        self.image_tokens = image_block(config)
+        self.seq_length = len(self.image_tokens) + 4
 
     def get_config(self) -> PreTrainedConfig:
         return self.config_class(**self.fields)
@@ -45,8 +58,9 @@ class PackedModelTester:
     def prepare_config_and_inputs_for_common(self):
         config = self.get_config()
         pixel_values, grid = packed_images(config.vision_config)
-        input_ids = torch.randint(8, config.text_config.vocab_size, (self.batch_size, self.seq_length))
-        input_ids[:, 2 : 2 + self.image_tokens] = config.image_token_id
+        # Up to 90: above are the ids of one family's marks.
+        input_ids = torch.randint(8, 90, (self.batch_size, self.seq_length))
+        input_ids[:, 2 : 2 + len(self.image_tokens)] = torch.tensor(self.image_tokens)
         return config, {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
@@ -118,6 +132,11 @@ class PackedTowerTests(common_tests.ModelTesterMixin):
 
     def setUp(self):
         self.model_tester = PackedTowerTester(self.config_class, self.fields)
+        # By this the tests know that there is no loss to train by.
+        names = {model_class.__name__: model_class.__name__ for model_class in self.all_model_classes}
+        listed = unittest.mock.patch.dict(common_tests.MODEL_MAPPING_NAMES, names)
+        listed.start()
+        self.addCleanup(listed.stop)
 
 
 NOT_FOR_TOWERS = {
