@@ -29,6 +29,11 @@ from transformers import (
 )
 
 from gridtower import (
+    DeepseekV4ForConditionalGeneration,
+    DeepseekV4ImageProcessor,
+    DeepseekV4Processor,
+    DeepseekV4VisionConfig,
+    DeepseekV4VlConfig,
     Lfm3VlConfig,
     Lfm3VlForConditionalGeneration,
     Lfm3VlImageProcessor,
@@ -179,6 +184,71 @@ def pixtral_model(processor):
     return PixtralForConditionalGeneration(config)
 
 
+def deepseek_v4_vl_processor():
+    tokenizer = small_tokenizer()
+    placeholder, marks = DeepseekV4Processor.image_token, [f"<|place_holder_mm_span_{n:04}|>" for n in range(431, 436)]
+    tokenizer.add_tokens([placeholder, *marks], special_tokens=True)
+    # As large as those of the other families, about 144 x 144 pixels.
+    images = DeepseekV4ImageProcessor(
+        patch_size=8, downsample_ratio=2, max_image_tokens=112, min_pixels=32**2, max_wh_ratio=None
+    )
+    template = tokenizer.chat_template.replace(tokenizer.image_token, placeholder)
+    return DeepseekV4Processor(images, tokenizer, chat_template=template)
+
+
+def deepseek_v4_vl_model(processor):
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    vision = DeepseekV4VisionConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        rope_theta=100.0,
+        patch_size=images.patch_size,
+        downsample_ratio=images.downsample_ratio,
+        max_image_tokens=images.max_image_tokens,
+        min_pixels=images.min_pixels,
+        max_wh_ratio=images.max_wh_ratio,
+        initializer_range=INITIALIZER_RANGE,
+    )
+    config = DeepseekV4VlConfig(
+        vision_config=vision,
+        image_start_token_id=processor.image_token_ids[0],
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        sliding_window=160,
+        num_attention_heads=4,
+        head_dim=24,
+        partial_rotary_factor=0.5,
+        q_lora_rank=48,
+        o_groups=2,
+        o_lora_rank=48,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=32,
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        moe_intermediate_size=96,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+        max_position_embeddings=8192,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = DeepseekV4ForConditionalGeneration(config)
+    # Checkpoints bring the table that says which experts a token goes to; here they take turns.
+    table = model.model.language_model.layers[0].mlp.gate.tid2eid
+    table.copy_((torch.arange(len(table))[:, None] + torch.arange(2)) % config.n_routed_experts)
+    return model
+
+
 @dataclass(frozen=True)
 class Family:
     """How to make an untrained reader: first the processor, then the model that its token ids fit."""
@@ -188,6 +258,7 @@ class Family:
 
 
 FAMILIES = {
+    "deepseek_v4_vl": Family(deepseek_v4_vl_processor, deepseek_v4_vl_model),
     "lfm3_vl": Family(lfm3_vl_processor, lfm3_vl_model),
     "pixtral": Family(pixtral_processor, pixtral_model),
 }

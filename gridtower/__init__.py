@@ -45,6 +45,15 @@ _PUBLIC = {
     "processing.image_processing_lfm3_vl": ["Lfm3VlImageProcessor", "Lfm3VlImageProcessorPil"],
     "processing.processing_lfm3_vl": ["Lfm3VlProcessor"],
     "processing.video_processing_lfm3_vl": ["Lfm3VlVideoProcessor"],
+    "configuration.configuration_deepseek_v4_vl": ["DeepseekV4VisionConfig", "DeepseekV4VlConfig"],
+    "modeling.modeling_deepseek_v4_vl": [
+        "DeepseekV4Aligner",
+        "DeepseekV4ForConditionalGeneration",
+        "DeepseekV4VisionModel",
+        "DeepseekV4VlModel",
+    ],
+    "processing.image_processing_deepseek_v4_vl": ["DeepseekV4ImageProcessor", "DeepseekV4ImageProcessorPil"],
+    "processing.processing_deepseek_v4_vl": ["DeepseekV4Processor"],
     "hub_cards.export": ["export"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -64,35 +73,54 @@ def __dir__():
 def register() -> None:
     """Put our classes under transformers' Auto classes, in place of its own where both know a `model_type`.
 
-    Afterwards `AutoModel.from_pretrained(folder)` and the like give ours, without `trust_remote_code`. May be called
-    more than once.
+    Afterwards `AutoModel.from_pretrained(folder)` and the like give ours, without `trust_remote_code`. A DeepSeek-V4
+    folder without a tower still gives transformers' text classes. May be called more than once.
     """
     for names in _FAMILIES:
         _register_family(*names)
 
 
-# Composite configurations and models by prefix, then the vision tower, the processors and the video processor by theirs.
+# Configurations of the whole models and of their tower, which name the model classes, then the processors.
 _FAMILIES = (
-    ("Lfm3Vl", "Lfm3Vl", "Lfm3VlVideoProcessor"),
-    ("Pixtral", "Pixtral", None),
-    ("PixtralLlava", "Pixtral", None),
-    ("PixtralMixed", "Pixtral", None),
+    (
+        ("Lfm3VlConfig",),
+        "Lfm3VlVisionConfig",
+        "Lfm3VlProcessor",
+        "Lfm3VlImageProcessor",
+        "Lfm3VlVideoProcessor",
+    ),
+    (
+        ("PixtralConfig", "PixtralLlavaConfig", "PixtralMixedConfig"),
+        "PixtralVisionConfig",
+        "PixtralProcessor",
+        "PixtralImageProcessor",
+        None,
+    ),
+    (
+        ("DeepseekV4VlConfig",),
+        "DeepseekV4VisionConfig",
+        "DeepseekV4Processor",
+        "DeepseekV4ImageProcessor",
+        None,
+    ),
 )
 
 
-def _register_family(model: str, family: str, video_processor: str | None) -> None:
+def _register_family(
+    models: tuple[str, ...], tower: str, processor: str, image_processor: str, video_processor: str | None
+) -> None:
     import transformers
 
     here = __getattr__
-    config, vision_config = here(f"{model}Config"), here(f"{family}VisionConfig")
-    for config_class in (config, vision_config):
-        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    transformers.AutoModel.register(config, here(f"{model}Model"), exist_ok=True)
-    transformers.AutoModel.register(vision_config, here(f"{family}VisionModel"), exist_ok=True)
-    transformers.AutoModelForImageTextToText.register(config, here(f"{model}ForConditionalGeneration"), exist_ok=True)
-    transformers.AutoProcessor.register(config, here(f"{family}Processor"), exist_ok=True)
-    backends = {"torchvision": here(f"{family}ImageProcessor"), "pil": here(f"{family}ImageProcessorPil")}
-    for config_class in (config, vision_config):
-        transformers.AutoImageProcessor.register(config_class, image_processor_classes=backends, exist_ok=True)
-    if video_processor is not None:
-        transformers.AutoVideoProcessor.register(config, here(video_processor), exist_ok=True)
+    backends = {"torchvision": here(image_processor), "pil": here(f"{image_processor}Pil")}
+    for config in map(here, (*models, tower)):
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto_class, reference in config.hub_classes.items():
+            if auto_class != "AutoConfig":
+                model = here(reference.split(".")[1])
+                getattr(transformers, auto_class).register(config, model, exist_ok=True)
+        transformers.AutoImageProcessor.register(config, image_processor_classes=backends, exist_ok=True)
+    for config in map(here, models):
+        transformers.AutoProcessor.register(config, here(processor), exist_ok=True)
+        if video_processor is not None:
+            transformers.AutoVideoProcessor.register(config, here(video_processor), exist_ok=True)

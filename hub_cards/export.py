@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict, sna
 from safetensors import safe_open
 from tqdm import tqdm
 
+from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VisionConfig, DeepseekV4VlConfig, vision_fields
 from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
 from ..configuration.configuration_pixtral import (
     PixtralConfig,
@@ -25,8 +26,10 @@ from ..configuration.configuration_pixtral import (
 from ..configuration.flat_code import write_code
 from ..configuration.native_params_pixtral import is_native_folder
 from ..modeling.native_pixtral import hf_to_native, native_to_hf
+from ..processing.image_processing_deepseek_v4_vl import DeepseekV4ImageProcessor
 from ..processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
 from ..processing.image_processing_pixtral import PixtralImageProcessor
+from ..processing.processing_deepseek_v4_vl import DeepseekV4Processor
 from ..processing.processing_lfm3_vl import Lfm3VlProcessor
 from ..processing.processing_pixtral import PixtralProcessor
 from ..processing.video_processing_lfm3_vl import Lfm3VlVideoProcessor
@@ -39,7 +42,10 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 @dataclass(frozen=True)
 class Family:
-    """The classes that read one family's folders, and the name of its card."""
+    """The classes that read one family's folders, the name of its card, and that of the tower among its tensors.
+
+    `published_processor` says whether published folders, which have no processor files, tell all that stands in them.
+    """
 
     config: type
     vision_config: type
@@ -47,12 +53,25 @@ class Family:
     image_processor: type
     video_processor: type | None
     card: str
+    tower: str = "vision_tower"
+    published_processor: bool = False
 
 
 _LFM3_VL = Family(
     Lfm3VlConfig, Lfm3VlVisionConfig, Lfm3VlProcessor, Lfm3VlImageProcessor, Lfm3VlVideoProcessor, "lfm3_vl"
 )
 _PIXTRAL = Family(PixtralConfig, PixtralVisionConfig, PixtralProcessor, PixtralImageProcessor, None, "pixtral")
+_DEEPSEEK_V4 = Family(
+    DeepseekV4VlConfig,
+    DeepseekV4VisionConfig,
+    DeepseekV4Processor,
+    DeepseekV4ImageProcessor,
+    None,
+    "deepseek_v4_vl",
+    tower="vision",
+    published_processor=True,
+)
+_DEEPSEEK_V41 = "deepseek_v41"
 FAMILIES = {
     "lfm3_vl": _LFM3_VL,
     "lfm3_vl_vision": _LFM3_VL,
@@ -60,6 +79,9 @@ FAMILIES = {
     "llava": replace(_PIXTRAL, config=PixtralLlavaConfig),
     "pixtral_mixed": replace(_PIXTRAL, config=PixtralMixedConfig),
     "pixtral": _PIXTRAL,
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v4_vision": _DEEPSEEK_V4,
+    _DEEPSEEK_V41: _DEEPSEEK_V4,
 }
 FORMATS = ("hf", "mistral")
 
@@ -69,7 +91,7 @@ def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool =
 
     Args:
         source: a folder, a repository on the hub, or `"default"` for the model that comes with gridtower. A Pixtral
-            folder may be in Mistral's own layout.
+            folder may be in Mistral's own layout; one of DeepSeek-V4.1 is exported with `tower_only`.
         out: a folder that does not exist yet, or is empty. It appears complete or not at all.
         tower_only: write the vision tower and its image processor as a model of its own.
         format: `"hf"`, or `"mistral"` for a Pixtral folder in Mistral's own layout.
@@ -118,8 +140,8 @@ def _write_native_folder(folder: Path, work: Path) -> None:
 
 def _write_hub_folder(folder: Path, work: Path, tower_only: bool) -> None:
     fields = _read_json(folder / "config.json")
-    family = family_of(fields, folder)
-    if tower_only and fields["model_type"] == family.config.model_type:
+    family = family_of(fields, folder, tower_only)
+    if tower_only and fields["model_type"] != family.vision_config.model_type:
         _write_tower(folder, work, fields, family)
     else:
         _write_model(folder, work, fields, family, link=folder != DEFAULT_MODEL)
@@ -138,16 +160,22 @@ def source_folder(source: str | os.PathLike) -> Path:
         raise ValueError(f"{source} is neither a folder nor a repository that can be fetched: {error}") from error
 
 
-def family_of(fields: dict, folder: Path) -> Family:
+def family_of(fields: dict, folder: Path, tower_only: bool = False) -> Family:
     """The family that `fields`, a config.json, belongs to; the configuration is checked on the way."""
     model_type = fields.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"{folder} holds a model of type {model_type!r}; gridtower knows {sorted(FAMILIES)}.")
-    family = FAMILIES[model_type]
-    kind = family.config if model_type == family.config.model_type else family.vision_config
+    family, tower = FAMILIES[model_type], vision_fields(fields)
+    kind = family.vision_config if model_type == family.vision_config.model_type else family.config
+    if tower_only and tower and model_type == _DEEPSEEK_V41:
+        # Of the whole there is no configuration to check by.
+        kind, fields = family.vision_config, tower
     config = kind.from_dict({name: value for name, value in fields.items() if name != "auto_map"})
     if not isinstance(config, kind):
-        raise ValueError(f"{folder} holds a model of type {model_type!r} with another vision tower than Pixtral's.")
+        found = "another vision tower than Pixtral's" if tower else "no vision tower"
+        raise ValueError(
+            f"{folder} holds a model of type {model_type!r} with {found}; transformers loads it as it is."
+        )
     return family
 
 
@@ -167,12 +195,38 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
             parts += _point_to_code(name, settings, family, is_tower)
             _write_json(work / name, settings)
     write_code(work, parts)
+    if not is_tower and not _has_processor_files(folder) and family.published_processor:
+        _write_processor_files(folder, work, family)
     _write_card(work, family, is_tower, folder)
+
+
+def _write_processor_files(folder: Path, work: Path, family: Family) -> None:
+    """What the processor of a folder without such files is, and its chat template; nothing where it has no tokenizer.
+
+    Raises:
+        ValueError: the tokenizer is not that of the model.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    processor, config = family.processor.from_pretrained(folder), family.config.from_pretrained(folder)
+    if processor.image_token_id != config.image_token_id:
+        raise ValueError(
+            f"{folder}: the tokenizer numbers the token of a piece of an image {processor.image_token_id}, and the model "
+            f"{config.image_token_id}; take the tokenizer that was published with the model, or set image_start_token_id."
+        )
+    processor.to_json_file(work / "processor_config.json")
+    if processor.tokenizer.chat_template is None:
+        (work / "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
 
 
 def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None:
     config = family.vision_config
-    vision = dict(fields["vision_config"]) | {"model_type": config.model_type}
+    vision = vision_fields(fields)
+    if vision is None:
+        raise ValueError(
+            f"{folder} holds a model of type {fields['model_type']!r} with no vision tower in config.json."
+        )
+    vision |= {"model_type": config.model_type}
     if "spatial_merge_size" in fields:
         vision["spatial_merge_size"] = fields["spatial_merge_size"]
     if dtype := vision.get("dtype") or fields.get("dtype"):
@@ -184,12 +238,12 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
     for path in tqdm(sorted(folder.glob("*.safetensors")), desc="Reading", unit="shard", disable=None, leave=False):
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():
-                _, found, inner = f".{name}".partition(".vision_tower.")
+                _, found, inner = f".{name}".partition(f".{family.tower}.")
                 if found:
                     tensors[inner] = shard.get_tensor(name)
     if not tensors:
         raise ValueError(
-            f"{folder} has no safetensors with a vision_tower; export needs the weights beside config.json."
+            f"{folder} has no safetensors with a {family.tower}; export needs the weights beside config.json."
         )
     save_torch_state_dict(tensors, work, metadata={"format": "pt"})
 
@@ -202,10 +256,14 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
     _write_card(work, family, True, folder)
 
 
+def _has_processor_files(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _PROCESSOR_FILES[:2])
+
+
 def _image_processor_settings(folder: Path, family: Family) -> dict | None:
-    if not any((folder / name).is_file() for name in _PROCESSOR_FILES[:2]):
+    if not _has_processor_files(folder) and not family.published_processor:
         return None
-    # Read by the class itself: older layouts spread the fields over several files.
+    # Read by the class itself: older layouts spread the fields over several files, or have them in config.json.
     settings = family.image_processor.from_pretrained(folder).to_dict()
     return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
 

@@ -180,9 +180,9 @@ class DeepseekV4VlPreTrainedModel(DeepseekV4PreTrainedModel):
         *DeepseekV4PreTrainedModel._keep_in_fp32_modules_strict,
         *("bias_vl", "norm1", "norm2", "image_start", "image_pad", "image_newline", "image_end"),
     ]
-    # Not for their dtype, which this leaves at bfloat16: quantizers pass over what is listed here, and the published
-    # tower and aligner are not quantized.
-    _keep_in_fp32_modules = [*DeepseekV4PreTrainedModel._keep_in_fp32_modules, "vision_tower", "aligner"]
+    # Quantizers pass over what is listed here, and the published tower and aligner are not quantized. Of the dtype this
+    # changes nothing but for float16, which is too narrow for them.
+    _keep_in_fp32_modules = [*DeepseekV4PreTrainedModel._keep_in_fp32_modules, ".*vision_tower", ".*aligner"]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

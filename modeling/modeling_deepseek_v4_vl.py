@@ -112,14 +112,12 @@ class DeepseekV4VisionModel(PreTrainedModel):
     """The DeepSeek-V4 tower over any number of images of any size."""
 
     config: DeepseekV4VisionConfig
-    base_model_prefix = "vision"  # so that a published checkpoint of the whole model loads
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
     _input_embed_layer = "patch_embed"
     _no_split_modules = ["DeepseekV4VisionBlock"]
     _keep_in_fp32_modules_strict = ["norm1", "norm2", "norm"]
-    _keys_to_ignore_on_load_unexpected = [r"^(aligner|embed|layers|norm|head|mtp)\.", r"^(image|hc_head)_"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

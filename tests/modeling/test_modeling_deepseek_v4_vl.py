@@ -50,7 +50,7 @@ ODD_TOWERS = [
     {"hidden_size": 72, "num_attention_heads": 1, "downsample_ratio": 2},
     {"downsample_ratio": 1},
 ]
-RAGGED = [(7, 5), (1, 1), (2, 9), (5, 7), (7, 5)]
+RAGGED = [(5, 4), (1, 1), (2, 9), (4, 5), (5, 4)]
 # Two images, whose blocks begin at different places of a compressed window; grids in patches.
 GRIDS = [(7, 5), (3, 8)]
 PROMPT = [1, 5, 9, 13, 7, (3, 2), 21, 22, (1, 3), 33, 17, 8]
@@ -199,9 +199,9 @@ def test_the_aligner_equals_pad_and_unfold_on_ragged_images(fields):
         close(aligner(hidden, grid), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=3),
     st.integers(1, 4),
 )
 def test_tower_and_aligner_equal_the_references_on_any_grids(grids, ratio):
@@ -245,7 +245,7 @@ def test_in_bfloat16_tower_and_aligner_are_as_near_to_float32_as_the_references(
     assert error <= 0.02
 
 
-def test_norms_accumulate_in_float32_and_keep_float32_weights_in_a_bfloat16_tower():
+def test_norms_keep_float32_weights_and_round_once_in_a_bfloat16_tower():
     tower = make_tower()
     pixels, grid = pack(RAGGED)
     exact = tower(pixels, grid_thw=grid).last_hidden_state
@@ -255,6 +255,10 @@ def test_norms_accumulate_in_float32_and_keep_float32_weights_in_a_bfloat16_towe
     outputs = tower(pixels, grid_thw=grid).last_hidden_state
     assert outputs.dtype == torch.bfloat16
     assert (outputs.float() - exact).norm() / exact.norm() < 0.02
+    rows = pixels.bfloat16().repeat(1, 3)[:, : VISION["hidden_size"]]
+    expected = torch.stack([reference.rms_norm(row, tower.norm.weight) for row in rows])
+    # Sums in another order fall on the other side of a rounding now and then.
+    assert (tower.norm(rows) == expected).float().mean() > 0.995
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -280,7 +284,7 @@ def test_under_a_flash_backend_precomputed_tensors_are_never_read_back():
     made = {name: t if name == "max_seqlen" else t.to("meta") for name, t in tower.packed_metadata(grid).items()}
     index, mask = made.pop("merge_index"), made.pop("merge_mask")
     hidden = tower.to("meta").forward_packed(pixels.to("meta"), **made)
-    assert make_aligner().to("meta").forward_packed(hidden, index, mask).shape == (22, TEXT["hidden_size"])
+    assert make_aligner().to("meta").forward_packed(hidden, index, mask).shape == (16, TEXT["hidden_size"])
 
 
 def test_each_frame_of_several_steps_is_an_image_of_its_own():
@@ -305,11 +309,11 @@ def test_a_patch_reaches_every_patch_of_its_image_and_none_of_another(backend):
     tower = use_backend(make_tower(), backend)
     pixels, grid = pack(RAGGED)
     changed = pixels.clone()
-    changed[34] += 1  # the last patch of the first image, which has 7 x 5
+    changed[19] += 1  # the last patch of the first image, which has 5 x 4
     with torch.no_grad():
         before, after = (tower(p, grid_thw=grid).last_hidden_state for p in (pixels, changed))
-    assert ((before - after)[:35].abs().amax(-1) > 0).all()
-    assert torch.equal(before[35:], after[35:])
+    assert ((before - after)[:20].abs().amax(-1) > 0).all()
+    assert torch.equal(before[20:], after[20:])
 
 
 def test_the_image_processors_name_for_grids_is_taken():
@@ -379,10 +383,11 @@ def texts(rows=2, length=27, seed=0):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("index_topk", [2, 512])
-def test_text_alone_gives_the_very_logits_of_transformers(index_topk, use_cache):
+@pytest.mark.parametrize(("dtype", "index_topk"), [(torch.float32, 2), (torch.float32, 512), (torch.bfloat16, 2)])
+def test_text_alone_gives_the_very_logits_of_transformers(dtype, index_topk, use_cache):
     ours = make_model(index_topk=index_topk)
     theirs, _ = reference.text_model(ours.state_dict(), TEXT | {"index_topk": index_topk})
+    ours, theirs = ours.to(dtype), theirs.to(dtype)
     ids = texts()
     with torch.no_grad():
         for mask in (None, torch.ones_like(ids)):
@@ -445,8 +450,7 @@ def test_text_alone_generates_what_transformers_generates(options):
 # Text with images
 
 
-@pytest.mark.parametrize("index_topk", [3, 512])
-@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize(("start", "index_topk"), [(0, 3), (1, 512), (2, 3), (3, 2)])
 def test_logits_with_images_equal_transformers_layers_under_the_reference_mask_and_routing(start, index_topk):
     model = make_model(index_topk=index_topk)
     parts = [1, 5, 9, 13, 7, 11, 12, 14][: 5 + start] + PROMPT[5:]
@@ -487,7 +491,7 @@ def test_features_and_vectors_stand_where_the_layout_puts_them():
         assert places and all(torch.equal(actual[place], vector) for place in places)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4))
 def test_features_of_an_image_come_in_the_order_of_its_tokens(grids):
     model = make_model(num_hidden_layers=1, layer_types=["sliding_attention"], mlp_layer_types=["moe"])
@@ -502,21 +506,21 @@ def test_features_of_an_image_come_in_the_order_of_its_tokens(grids):
         close(ours, rows[order], 1e-6)
 
 
-def moved_by(model, position, inputs):
-    """Which positions' states change when what enters the first layer changes at `position`."""
-    noise = torch.randn(TEXT["hidden_size"], generator=torch.Generator().manual_seed(position))
-
-    def push(module, args, kwargs):
-        states = (args[0] if args else kwargs["hidden_states"]).clone()
-        states[0, position] += 5 * noise
-        return ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
-
+def moved_by_each(model, inputs):
+    """moved[x, y]: whether the state at x changes when the embedding at y does."""
+    noise = 5 * torch.randn(
+        inputs["input_ids"].shape[1], TEXT["hidden_size"], generator=torch.Generator().manual_seed(0)
+    )
+    embeddings = entering(model, **inputs)[0]
+    # A batch of all changes, after the unchanged prompt.
+    changed = embeddings.repeat(1 + len(noise), 1, 1)
+    for position, push in enumerate(noise):
+        changed[1 + position, position] += push
+    ids = inputs["input_ids"].expand(len(changed), -1)
     with torch.no_grad():
-        before = model.model(**inputs, use_cache=False).last_hidden_state[0]
-        hook = model.model.language_model.layers[0].register_forward_pre_hook(push, with_kwargs=True)
-        after = model.model(**inputs, use_cache=False).last_hidden_state[0]
-        hook.remove()
-    return (before - after).abs().amax(-1) > 2e-5
+        text_model = model.model.language_model
+        states = text_model(input_ids=ids, inputs_embeds=changed, use_cache=False).last_hidden_state
+    return ((states[1:] - states[0]).abs().amax(-1) > 2e-5).T
 
 
 def visible_from(layer_type, ids):
@@ -533,8 +537,7 @@ def test_a_token_moves_those_that_see_it_and_no_others(layer_type):
     inputs = with_images()
     ids = inputs["input_ids"][0].tolist()
     visible = visible_from(layer_type, ids)
-    for position in range(len(ids)):
-        assert moved_by(model, position, inputs).tolist() == visible[:, position].tolist(), position
+    assert torch.equal(moved_by_each(model, inputs), visible)
 
 
 def test_a_token_moves_no_others_where_few_compressed_entries_are_chosen():
@@ -543,12 +546,9 @@ def test_a_token_moves_no_others_where_few_compressed_entries_are_chosen():
     ids = inputs["input_ids"][0].tolist()
     sliding = visible_from("sliding_attention", ids)
     either = visible_from("compressed_sparse_attention", ids)
-    left_out = 0
-    for position in range(len(ids)):
-        moved = moved_by(model, position, inputs)
-        assert not (moved & ~either[:, position]).any() and not (sliding[:, position] & ~moved).any()
-        left_out += int((either[:, position] & ~moved).sum())
-    assert left_out > 0
+    moved = moved_by_each(model, inputs)
+    assert not (moved & ~either).any() and not (sliding & ~moved).any()
+    assert (either & ~moved).any()
 
 
 @pytest.mark.parametrize("layer_type", LAYERS)
@@ -576,8 +576,8 @@ def test_text_sees_a_causal_window_and_image_tokens_their_whole_block(layer_type
 PARTS = st.one_of(st.integers(3, FIRST - 1), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(PARTS, min_size=1, max_size=12), st.integers(7, 40))
+@settings(max_examples=15, deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=8), st.integers(7, 40))
 def test_images_anywhere_are_seen_as_the_reference_says(parts, max_image_tokens):
     # Also next to each other, and longer than what a token may see to either side.
     model = one_layer("sliding_attention", vision={"max_image_tokens": max_image_tokens})
@@ -715,6 +715,23 @@ def test_each_row_of_a_left_padded_batch_gives_the_logits_that_it_gives_alone(us
             close(row[-len(alone) :], alone)
 
 
+def test_rows_padded_at_either_side_give_the_logits_that_they_give_alone():
+    model = make_model()
+    batch, singles = batch_of(other_prompts())
+    rows = [single["input_ids"] for single in singles]
+    width = max(row.shape[1] for row in rows) + 5
+    lefts = [2, 0, width - rows[2].shape[1]]
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    for index, (row, left) in enumerate(zip(rows, lefts)):
+        ids[index, left : left + row.shape[1]] = row[0]
+        mask[index, left : left + row.shape[1]] = 1
+    with torch.no_grad():
+        together = model(**(batch | {"input_ids": ids, "attention_mask": mask})).logits
+        for row, left, single in zip(together, lefts, singles):
+            alone = model(**single).logits[0]
+            close(row[left : left + len(alone)], alone)
+
+
 def test_each_row_of_a_left_padded_batch_generates_what_it_generates_alone():
     model = make_model()
     batch, singles = batch_of(other_prompts())
@@ -764,6 +781,22 @@ def test_image_tokens_are_never_sampled():
     made = model.generate(**with_images(), **OPTIONS, max_new_tokens=6)
     new = made[0, with_images()["input_ids"].shape[1] :]
     assert not ((new >= FIRST) & (new < FIRST + 5)).any()
+
+
+def test_a_conversation_goes_on_from_its_cache_with_another_image():
+    model = make_model()
+    inputs, cache = with_images(), DynamicCache(config=model.config)
+    answered = model.generate(**inputs, **OPTIONS, max_new_tokens=5, cache=cache)
+    ids = prompt([*answered[0].tolist(), 9, 8, (2, 2), 5])
+    pixels, grid = pack([(5, 4)], seed=3)
+    going_on = model.generate(
+        input_ids=ids, pixel_values=pixels, image_grid_thw=grid, **OPTIONS, max_new_tokens=6, cache=cache
+    )
+    every = {
+        "pixel_values": torch.cat([inputs["pixel_values"], pixels]),
+        "image_grid_thw": torch.cat([inputs["image_grid_thw"], grid]),
+    }
+    assert torch.equal(going_on, model.generate(input_ids=ids, **every, **OPTIONS, max_new_tokens=6))
 
 
 # Prefill in chunks
@@ -915,8 +948,25 @@ def test_gradients_reach_every_part():
     assert not model.get_input_embeddings().weight.grad[FIRST : FIRST + 5].any()
 
 
-def test_a_frozen_tower_builds_no_graph():
-    tower = make_tower()
-    tower.requires_grad_(False)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_are_the_same_under_checkpointing(reentrant):
+    model, inputs = make_model().train(), with_images()
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_a_frozen_tower_builds_no_graph_under_checkpointing_either():
+    # For which transformers makes the output of every input embedding require gradients.
+    model = make_model()
+    model.model.vision_tower.requires_grad_(False)
+    model.enable_input_require_grads()
     pixels, grid = pack(RAGGED)
-    assert not tower(pixels, grid_thw=grid).last_hidden_state.requires_grad
+    assert not model.model.vision_tower(pixels, grid_thw=grid).last_hidden_state.requires_grad

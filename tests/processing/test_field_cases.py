@@ -8,15 +8,27 @@ import PIL.Image
 import pytest
 import torch
 
+from gridtower.processing.image_processing_deepseek_v4_vl import (
+    DeepseekV4ImageProcessor,
+    DeepseekV4ImageProcessorPil,
+    DeepseekV4ImageRules,
+)
 from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor, Lfm3VlImageProcessorPil
 from gridtower.processing.image_processing_pixtral import PixtralImageProcessor, PixtralImageProcessorPil
 
-# Patches of 4 x 4 pixels, in merge blocks of 2 x 2. Both families resize the strips, in their own ways, and little else.
+# Patches of 4 x 4 pixels, merged 2 x 2. Every family resizes the strips, in its own way, and little else.
+DEEPSEEK_RULES = {"downsample_ratio": 2, "min_pixels": 0, "max_wh_ratio": None}
 PROCESSORS = [
     *(kind(patch_size=4, min_pixels=64, max_pixels=10**6) for kind in (Lfm3VlImageProcessor, Lfm3VlImageProcessorPil)),
     *(kind(patch_size=4, spatial_merge_size=2) for kind in (PixtralImageProcessor, PixtralImageProcessorPil)),
+    *(kind(patch_size=4, **DEEPSEEK_RULES) for kind in (DeepseekV4ImageProcessor, DeepseekV4ImageProcessorPil)),
 ]
 every_processor = pytest.mark.parametrize("processor", PROCESSORS, ids=lambda one: type(one).__name__)
+
+
+def grid_step(processor):
+    """What rows and columns of patches come in multiples of; DeepSeek-V4 merges blocks that are partly empty too."""
+    return 1 if isinstance(processor, DeepseekV4ImageRules) else 2
 
 
 def grid_of(processor, source, **options):
@@ -61,10 +73,10 @@ def test_the_channel_axis_is_found_by_position_in_arrays_and_tensors(processor):
         flat = np.zeros((height, 1000, 3), dtype=np.uint8)
         for source in (flat, torch.from_numpy(flat), PIL.Image.fromarray(flat)):
             (_, rows, cols) = grid_of(processor, source)[0]
-            assert rows == 2 and cols > 10 * rows
+            assert rows == grid_step(processor) and cols > 10 * rows
         if height == 3:
             (_, rows, cols) = grid_of(processor, flat, input_data_format="channels_first")[0]
-            assert cols == 2 and rows > 10 * cols
+            assert cols == grid_step(processor) and rows > 10 * cols
 
 
 @every_processor
@@ -72,5 +84,6 @@ def test_the_channel_axis_is_found_by_position_in_arrays_and_tensors(processor):
 def test_every_picture_gives_at_least_one_merged_cell(processor, size):
     features = processor(PIL.Image.new("RGB", size[::-1]), return_tensors="pt")
     _, rows, cols = features["image_grid_thw"][0].tolist()
-    assert rows >= 2 and cols >= 2 and rows % 2 == cols % 2 == 0
+    step = grid_step(processor)
+    assert rows >= step and cols >= step and rows % step == cols % step == 0
     assert len(features["pixel_values"]) == rows * cols
