@@ -109,6 +109,10 @@ class CompressesRowsApart:
         entries, visible = [], []
         padding = (position_ids < 0).sum(-1).tolist()
         for row, skipped in enumerate(padding):
+            if skipped == position_ids.shape[1]:
+                entries.append(hidden_states.new_zeros(1, 1, 0, self.head_dim))
+                visible.append(None)
+                continue
             part = slice(row, row + 1), slice(skipped, None)
             row_cache = None if states is None else SimpleNamespace(layers={layer_idx: states[row]})
             compressed, bias = super().forward(
@@ -280,7 +284,7 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
         if isinstance(attention_mask, dict):
             return next(iter(attention_mask.values()))
         same_image = None
-        if input_ids is not None and input_ids.shape[1] > 1:
+        if input_ids is not None:
             same_image = self._same_image(input_ids, seen)
         return create_sliding_window_causal_mask(
             config=self.config,
@@ -299,7 +303,12 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
         ends = (input_ids == self.config.image_end_token_id).long()
         starts = (input_ids == self.config.image_start_token_id).long()
         opened = starts.cumsum(-1) - ends.cumsum(-1)
-        broken = ((opened < 0) | (opened > 1)).any(-1) | (image[:, -1] & (ends[:, -1] == 0))
+        pads = input_ids == self.config.image_pad_token_id
+        inside = image & ~pads & (ends == 0)
+        # Outside, pads stand before a start alone.
+        leads_on = pads[:, :-1] & (opened[:, :-1] == 0) & ~(pads | (starts == 1))[:, 1:]
+        broken = ((opened < 0) | (opened > 1) | (inside & (opened != 1))).any(-1)
+        broken |= leads_on.any(-1) | (image[:, -1] & (ends[:, -1] == 0))
         if broken.any():
             row = int(broken.nonzero()[0])
             raise ValueError(

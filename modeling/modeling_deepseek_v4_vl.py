@@ -253,6 +253,11 @@ class DeepseekV4Aligner(nn.Module):
             ValueError: the grids are malformed, or describe another number of patches.
         """
         grid = checked_grid(grid_thw, 1, len(hidden_states))
+        width = self.w1.in_features // self.downsample_ratio**2
+        if hidden_states.shape[1:] != (width,):
+            raise ValueError(
+                f"hidden_states has shape {tuple(hidden_states.shape)}; give (num_patches, {width}), as the tower does."
+            )
         return self.forward_packed(hidden_states, *covering_blocks(grid, self.downsample_ratio, hidden_states.device))
 
     def forward_packed(
@@ -403,10 +408,10 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
         """The four vectors in the place of the tokens that frame and fill an image."""
         kinds = (input_ids - self.config.image_start_token_id).to(inputs_embeds.device)
         marks = torch.stack(
-            # The middle one is never read: features take the place of its tokens.
+            # The middle one is never read: its tokens are the placeholders of features.
             (self.image_start, self.image_pad, self.image_pad, self.image_newline, self.image_end)
         ).to(inputs_embeds)
-        placed = (kinds >= 0) & (kinds < len(marks))
+        placed = (kinds >= 0) & (kinds < len(marks)) & (input_ids != self.config.image_token_id).to(kinds.device)
         return torch.where(placed[..., None], marks[kinds.clamp(0, len(marks) - 1)], inputs_embeds)
 
 

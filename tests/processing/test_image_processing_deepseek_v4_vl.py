@@ -134,8 +134,8 @@ def test_sides_follow_the_published_rules(layout, min_pixels, max_wh_ratio, heig
 )
 @settings(max_examples=300, deadline=None)
 # Rounded down, one side of each would be nothing.
-@example(1963, 124, most=37, patch=4, ratio=1, min_pixels=0, max_wh_ratio=None, layout="interleaved")
-@example(1501, 772, most=10, patch=14, ratio=1, min_pixels=0, max_wh_ratio=None, layout="reading_order")
+@example(height=1963, width=124, most=37, patch=4, ratio=1, min_pixels=0, max_wh_ratio=None, layout="interleaved")
+@example(height=1501, width=772, most=10, patch=14, ratio=1, min_pixels=0, max_wh_ratio=None, layout="reading_order")
 def test_any_budget_gives_a_cell_within_it_or_says_what_is_missing(
     height, width, most, patch, ratio, min_pixels, max_wh_ratio, layout
 ):
