@@ -11,6 +11,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from gridtower.hub_cards.export import export
+
+from ..hub_cards.test_export_deepseek_v4_vl import write_published_folder
+from ..hub_cards.tiny_models import tiny_deepseek_v4_vl
 from ..modeling.test_native_pixtral import native_folder
 from ..processing.test_processing_pixtral import write_native_folder
 
@@ -82,3 +86,18 @@ def test_describe_takes_a_folder_in_mistrals_own_layout(clip, tmp_path):
     image, video = map(json.loads, done.stdout.splitlines())
     assert image["vision_tokens"] == np.prod(image["grid_thw"]) and image["new_tokens"] == 2
     assert video["error"] == "a model of type llava takes no videos; pass images."
+
+
+def test_describe_takes_a_deepseek_v4_folder_as_published_and_as_exported(clip, tmp_path):
+    model, processor = tiny_deepseek_v4_vl()
+    published = write_published_folder(tmp_path / "published", model, processor.tokenizer)
+    hub = export(published, tmp_path / "hub")
+    done = gridtower("describe", PICTURE, clip, "--model", hub, "--json", "--max-new-tokens", "2")
+    image, video = map(json.loads, done.stdout.splitlines())
+    _, rows, cols = image["grid_thw"]
+    assert image["vision_tokens"] == -(-rows // 2) * -(-cols // 2) < image["prompt_tokens"]
+    assert image["new_tokens"] == 2
+    assert video["error"] == "a model of type deepseek_v4 takes no videos; pass images."
+    done = gridtower("describe", PICTURE, "--model", published, "--max-new-tokens", "2")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.strip() == image["text"].strip()

@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import gridtower
+
+from ..hub_cards.tiny_models import DEEPSEEK_V4_TEXT, tiny_deepseek_v4_vl
 
 
 def run(code: str) -> str:
@@ -48,11 +51,41 @@ mapping = transformers.models.auto
 print(mapping.processing_auto.PROCESSOR_MAPPING[gridtower.Lfm3VlConfig] is gridtower.Lfm3VlProcessor)
 print(mapping.video_processing_auto.VIDEO_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig]["torchvision"] is gridtower.Lfm3VlVideoProcessor)
 print(mapping.image_processing_auto.IMAGE_PROCESSOR_MAPPING[gridtower.Lfm3VlConfig]["pil"].__name__)
-for name in ("Lfm3VlConfig", "PixtralConfig", "PixtralLlavaConfig", "PixtralMixedConfig"):
+print(mapping.image_processing_auto.IMAGE_PROCESSOR_MAPPING[gridtower.DeepseekV4VisionConfig]["torchvision"].__name__)
+print(mapping.processing_auto.PROCESSOR_MAPPING[gridtower.DeepseekV4VlConfig].__name__)
+print(mapping.modeling_auto.MODEL_MAPPING[gridtower.DeepseekV4VlConfig].__name__)
+print(mapping.modeling_auto.MODEL_MAPPING[gridtower.DeepseekV4VisionConfig].__name__)
+for name in ("Lfm3VlConfig", "PixtralConfig", "PixtralLlavaConfig", "PixtralMixedConfig", "DeepseekV4VlConfig"):
     print(mapping.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[getattr(gridtower, name)].__name__)
 """
     )
     assert printed.split() == [
-        "transformers", "gridtower", "True", "True", "True", "Lfm3VlImageProcessorPil", "Lfm3VlForConditionalGeneration",
-        "PixtralForConditionalGeneration", "PixtralLlavaForConditionalGeneration", "PixtralMixedForConditionalGeneration",
+        "transformers", "gridtower", "True", "True", "True", "Lfm3VlImageProcessorPil",
+        "DeepseekV4ImageProcessor", "DeepseekV4Processor", "DeepseekV4VlModel", "DeepseekV4VisionModel",
+        "Lfm3VlForConditionalGeneration", "PixtralForConditionalGeneration", "PixtralLlavaForConditionalGeneration",
+        "PixtralMixedForConditionalGeneration", "DeepseekV4ForConditionalGeneration",
     ]  # fmt: skip
+
+
+def test_after_register_a_text_only_deepseek_v4_folder_is_transformers_own_and_one_with_a_tower_ours(tmp_path):
+    DeepseekV4ForCausalLM(DeepseekV4Config(**DEEPSEEK_V4_TEXT)).save_pretrained(tmp_path / "text")
+    tiny_deepseek_v4_vl()[0].save_pretrained(tmp_path / "vision")
+    printed = run(
+        f"""
+import gridtower, transformers
+gridtower.register()
+def show(auto_class, folder):
+    loaded = getattr(transformers, auto_class).from_pretrained({str(tmp_path)!r} + "/" + folder)
+    print(type(loaded).__module__.split(".")[0], type(loaded).__name__)
+for auto_class in ("AutoConfig", "AutoModel", "AutoModelForCausalLM"):
+    show(auto_class, "text")
+for auto_class in ("AutoConfig", "AutoModel", "AutoModelForImageTextToText"):
+    show(auto_class, "vision")
+"""
+    )
+    text = ["DeepseekV4Config", "DeepseekV4Model", "DeepseekV4ForCausalLM"]
+    vision = ["DeepseekV4VlConfig", "DeepseekV4VlModel", "DeepseekV4ForConditionalGeneration"]
+    assert printed.splitlines() == [
+        *(f"transformers {name}" for name in text),
+        *(f"gridtower {name}" for name in vision),
+    ]

@@ -18,7 +18,7 @@ from gridtower import (
 from gridtower.hub_cards.export import export
 from gridtower.processing.processing_deepseek_v4_vl import CHAT_TEMPLATE
 
-from .test_export import run_without_gridtower
+from .test_checkpoints import run_alone
 from .tiny_models import DEEPSEEK_V4_TEXT, DEEPSEEK_V4_VISION, picture, tiny_deepseek_v4_vl
 
 
@@ -85,14 +85,15 @@ def tower_tensors(folder):
 def test_published_folders_load_everywhere_without_gridtower(hub, towers, tmp_path):
     image, again = tmp_path / "picture.png", tmp_path / "again"
     picture(24, 40).save(image)
-    printed = run_without_gridtower(
+    printed = run_alone(
         f"""
 import torch
+from transformers import AutoConfig, AutoModel
 trust = dict(trust_remote_code=True)
 for auto in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor, AutoImageProcessor):
-    one = auto.from_pretrained(source, **trust)
+    one = auto.from_pretrained(".", **trust)
     print(type(one).__module__.startswith("transformers_modules."), type(one).__name__)
-read = pipeline("image-text-to-text", model=source, **trust)
+read = pipeline("image-text-to-text", model=".", **trust)
 content = [{{"type": "image", "path": {str(image)!r}}}, {{"type": "text", "text": "Read."}}]
 answers = read(text=[{{"role": "user", "content": content}}], max_new_tokens=2, return_full_text=False)
 print(len(answers), type(read.model).__module__.split(".")[-1], type(read.processor).__module__.split(".")[-1])
@@ -105,7 +106,6 @@ for folder in {list(map(str, towers))!r}:
     print(len(extract({str(image)!r})), type(extract.model).__name__, type(extract.image_processor).__name__)
 """,
         hub,
-        tmp_path,
     )
     names = ["DeepseekV4VlConfig", "DeepseekV4VlModel", "DeepseekV4ForConditionalGeneration"]
     processors = ["DeepseekV4Processor", "DeepseekV4ImageProcessor"]
@@ -120,18 +120,17 @@ for folder in {list(map(str, towers))!r}:
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
 
     assert load_file(again / "model.safetensors").keys() == load_file(hub / "model.safetensors").keys()
-    printed = run_without_gridtower(
+    printed = run_alone(
         """
 import torch
-model, report = AutoModelForImageTextToText.from_pretrained(source, trust_remote_code=True, output_loading_info=True)
+model, report = AutoModelForImageTextToText.from_pretrained(".", trust_remote_code=True, output_loading_info=True)
 print(type(model).__name__, len(report["missing_keys"]), len(report["unexpected_keys"]))
-processor = AutoProcessor.from_pretrained(source, trust_remote_code=True)
+processor = AutoProcessor.from_pretrained(".", trust_remote_code=True)
 inputs = processor(text=processor.image_token + "Read.", images="../picture.png", return_tensors="pt")
 with torch.no_grad():
     print(torch.allclose(model(**inputs).logits, torch.load("../logits.pt"), atol=1e-5))
 """,
         again,
-        tmp_path,
     )
     assert printed == ["DeepseekV4ForConditionalGeneration 0 0", "True"]
 
@@ -170,21 +169,31 @@ def test_what_published_folders_lack_comes_from_their_configuration(hub):
     assert (hub / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
-def test_processor_files_and_a_chat_template_that_are_there_are_kept(hub, tmp_path):
+@pytest.fixture
+def with_templates(published, tmp_path):
+    """The published folder with two chat templates by name, in the tokenizer's own file."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        os.link(hub / name, source / name)
-    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    DeepseekV4ImageProcessor(max_image_tokens=50).to_json_file(source / "preprocessor_config.json")
-    out = export(source, tmp_path / "with_files")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        os.link(published / name, source / name)
+    settings = json.loads((published / "tokenizer_config.json").read_text())
+    templates = [{"name": "default", "template": "{{ bos_token }}"}, {"name": "tools", "template": "{{ tools }}"}]
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
+    return source
+
+
+def test_chat_templates_that_are_there_are_kept(with_templates, tmp_path):
+    out = export(with_templates, tmp_path / "out")
+    assert not (out / "chat_template.jinja").exists()
+    processor = DeepseekV4Processor.from_pretrained(out)
+    assert processor.chat_template == {"default": "{{ bos_token }}", "tools": "{{ tools }}"}
+
+
+def test_processor_files_that_are_there_are_kept(with_templates, tmp_path):
+    DeepseekV4ImageProcessor(max_image_tokens=50).to_json_file(with_templates / "preprocessor_config.json")
+    out = export(with_templates, tmp_path / "out")
     assert not (out / "processor_config.json").exists()
     assert json.loads((out / "preprocessor_config.json").read_text())["max_image_tokens"] == 50
-    (source / "preprocessor_config.json").unlink()
-    out = export(source, tmp_path / "with_template")
-    assert (out / "processor_config.json").exists()
-    for folder in (source, out):
-        assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
 def test_a_folder_without_a_tokenizer_is_exported_without_a_processor(published, tmp_path):
