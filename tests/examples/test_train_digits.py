@@ -107,7 +107,8 @@ def test_two_steps_train_save_load_and_answer(reader, tmp_path):
     )
     assert steps == 2
     unmoved = [name for name, tensor in model.named_parameters() if torch.equal(tensor, before[name])]
-    assert not unmoved
+    # DeepSeek-V4's indexer only chooses entries: no gradient reaches it, in transformers' class neither.
+    assert all(".indexer." in name for name in unmoved), unmoved
 
     model.save_pretrained(tmp_path / "saved")
     processor.save_pretrained(tmp_path / "saved")
