@@ -186,7 +186,11 @@ class DeepseekV4VlPreTrainedModel(DeepseekV4PreTrainedModel):
     ]
     # Quantizers pass over what is listed here, and the published tower and aligner are not quantized. Of the dtype this
     # changes nothing but for float16, which is too narrow for them.
-    _keep_in_fp32_modules = [*DeepseekV4PreTrainedModel._keep_in_fp32_modules, ".*vision_tower", ".*aligner"]
+    # They compare from the beginning of a name, which has a prefix under a head.
+    _keep_in_fp32_modules = [
+        *DeepseekV4PreTrainedModel._keep_in_fp32_modules,
+        *("vision_tower", "aligner", "model.vision_tower", "model.aligner"),
+    ]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -88,7 +88,7 @@ def documented_targets(family):
     targets = {}
     for line in README.read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
-        if cells[1:2] and cells[1] in ("tower", "projector", "text") and len(cells) == 5:
+        if cells[1:2] and cells[1] in ("tower", "projector", "text") and len(cells) == 6:
             targets[cells[1]] = cells[column].strip("`").replace(r"\|", "|")
     return targets
 
