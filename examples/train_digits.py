@@ -46,6 +46,7 @@ from gridtower import (
     PixtralProcessor,
     PixtralVisionConfig,
 )
+from gridtower.processing.processing_deepseek_v4_vl import BLOCK_TOKENS, IMAGE_PLACEHOLDER
 
 TEST_LENGTHS = (1, 2, 3, 4, 5, 6)
 
@@ -186,13 +187,12 @@ def pixtral_model(processor):
 
 def deepseek_v4_vl_processor():
     tokenizer = small_tokenizer()
-    placeholder, marks = DeepseekV4Processor.image_token, [f"<|place_holder_mm_span_{n:04}|>" for n in range(431, 436)]
-    tokenizer.add_tokens([placeholder, *marks], special_tokens=True)
+    tokenizer.add_tokens([IMAGE_PLACEHOLDER, *BLOCK_TOKENS], special_tokens=True)
     # As large as those of the other families, about 144 x 144 pixels.
     images = DeepseekV4ImageProcessor(
         patch_size=8, downsample_ratio=2, max_image_tokens=112, min_pixels=32**2, max_wh_ratio=None
     )
-    template = tokenizer.chat_template.replace(tokenizer.image_token, placeholder)
+    template = tokenizer.chat_template.replace(tokenizer.image_token, IMAGE_PLACEHOLDER)
     return DeepseekV4Processor(images, tokenizer, chat_template=template)
 
 

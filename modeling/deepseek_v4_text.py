@@ -140,12 +140,6 @@ class DeepseekV4VlCSACompressor(CompressesRowsApart, DeepseekV4CSACompressor):
     """Sparse compression that left padding leaves alone."""
 
 
-COMPRESSORS = {
-    "heavily_compressed_attention": DeepseekV4VlHCACompressor,
-    "compressed_sparse_attention": DeepseekV4VlCSACompressor,
-}
-
-
 class KeepsRowsApart:
     """First base of a layer of the cache: compressed states of each row in a state of its own, `row_states`."""
 
@@ -167,13 +161,21 @@ class KeepsRowsApart:
 
 
 class RowwiseHCACache(KeepsRowsApart, DeepseekV4HCACache):
-    _layer_type = None
     one_row = DeepseekV4HCACache
 
 
 class RowwiseCSACache(KeepsRowsApart, DeepseekV4CSACache):
-    _layer_type = None
     one_row = DeepseekV4CSACache
+
+
+COMPRESSORS = {
+    "heavily_compressed_attention": DeepseekV4VlHCACompressor,
+    "compressed_sparse_attention": DeepseekV4VlCSACompressor,
+}
+ROWWISE_CACHES = {
+    "heavily_compressed_attention": RowwiseHCACache,
+    "compressed_sparse_attention": RowwiseCSACache,
+}
 
 
 class DeepseekV4VlPreTrainedModel(DeepseekV4PreTrainedModel):
@@ -251,8 +253,12 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
         seen = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            position_ids = self._positions_beside_padding(attention_mask, position_ids, cache, seen)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and not attention_mask[:, 0].all():
+            # Rows have padding at their left: -1 for it, then counted from the first real token.
+            positions = (attention_mask.cumsum(-1) > 0).cumsum(-1) - 1
+            position_ids = positions[:, -position_ids.shape[1] :]
+            if cache is not None and seen == 0:
+                self._keep_rows_apart(cache, len(attention_mask))
         mask = self._visible(input_ids, inputs_embeds, attention_mask, position_ids, cache, seen)
 
         # (batch, length, streams, hidden_size)
@@ -270,26 +276,16 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
             )
         return MoeModelOutputWithPast(last_hidden_state=self.norm(self.hc_head(hidden_states)), cache=cache)
 
-    def _positions_beside_padding(self, attention_mask, position_ids, cache, seen):
-        """`position_ids`; where rows have padding at their left, -1 for it and counted from the first real token."""
-        if attention_mask[:, 0].all():
-            return position_ids
-        positions = (attention_mask.cumsum(-1) > 0).cumsum(-1) - 1
-        positions = positions[:, -position_ids.shape[1] :]
-        if cache is not None and seen == 0:
-            for index, layer_type in enumerate(self.config.layer_types):
-                if layer_type in COMPRESSORS:
-                    rowwise = {"heavily_compressed_attention": RowwiseHCACache}.get(layer_type, RowwiseCSACache)
-                    cache.layers[index] = rowwise(self.config, len(attention_mask))
-        return positions
+    def _keep_rows_apart(self, cache, batch_size):
+        for index, layer_type in enumerate(self.config.layer_types):
+            if layer_type in ROWWISE_CACHES:
+                cache.layers[index] = ROWWISE_CACHES[layer_type](self.config, batch_size)
 
     def _visible(self, input_ids, inputs_embeds, attention_mask, position_ids, cache, seen):
         """The mask of the sliding window, in which the tokens of an image also see each other."""
         if isinstance(attention_mask, dict):
             return next(iter(attention_mask.values()))
-        same_image = None
-        if input_ids is not None:
-            same_image = self._same_image(input_ids, seen)
+        same_image = None if input_ids is None else self._same_image(input_ids, seen)
         return create_sliding_window_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,

@@ -35,7 +35,7 @@ from .checkpoint_formats import register_checkpoint_formats
 from .deepseek_v4_text import DeepseekV4VlPreTrainedModel, DeepseekV4VlTextModel
 from .packed_attention import eager_attention, packed_attention
 from .patch_grids import PatchGrids, checked_grid, covering_blocks
-from .placeholders import place_features
+from .placeholders import image_outputs, place_features
 from .vision_layers import RMSNorm, axial_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -182,11 +182,9 @@ class DeepseekV4VisionModel(PreTrainedModel):
             for the aligner. Everything is in the order of the input.
         """
         device, grid = self.patch_embed.proj.weight.device, checked_grid(grid_thw, 1)
-        positions = [
-            torch.cartesian_prod(torch.arange(rows), torch.arange(cols)).view(-1, 2).repeat(steps, 1)
-            for steps, rows, cols in grid
-        ]
-        cos, sin = axial_rotary(torch.cat(positions).to(device), self.config.rope_theta, self.config.head_dim)
+        grids = PatchGrids(grid_thw, 1, None, device)
+        positions = grids.leave(grids.tower_positions({}))
+        cos, sin = axial_rotary(positions, self.config.rope_theta, self.config.head_dim)
         lengths = torch.tensor([0] + [rows * cols for steps, rows, cols in grid for _ in range(steps)])
         index, mask = covering_blocks(grid, self.config.downsample_ratio, device)
         return {
@@ -299,12 +297,6 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
             for vector in (self.image_start, self.image_pad, self.image_newline, self.image_end):
                 init.normal_(vector, mean=0.0, std=self.config.initializer_range)
 
-    def get_input_embeddings(self):
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value):
-        self.language_model.set_input_embeddings(value)
-
     @accepts_precomputed_kwargs(modality="image")
     @can_return_tuple
     def get_image_features(
@@ -370,24 +362,20 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
         """
         if input_ids is None and inputs_embeds is None:
             raise ValueError("Pass input_ids, or inputs_embeds, or both.")
-        image_outputs = (mm_encoder_outputs or {}).get("image")
-        if pixel_values is not None:
-            if image_outputs is not None:
-                raise ValueError('Pass either pixel_values or mm_encoder_outputs["image"], not both.')
-            # A list of layers is one of text layers.
-            tower_kwargs = {k: v for k, v in kwargs.items() if k != "output_hidden_states" or isinstance(v, bool)}
-            image_outputs = self.get_image_features(pixel_values, image_grid_thw, return_dict=True, **tower_kwargs)
-        if image_outputs is not None and input_ids is None:
+        encoded = image_outputs(
+            self.get_image_features, pixel_values, {"image_grid_thw": image_grid_thw}, mm_encoder_outputs, kwargs
+        )
+        if encoded is not None and input_ids is None:
             raise ValueError("Images came without input_ids, which say where they stand; pass both.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if input_ids is not None:
             inputs_embeds = self._place_marks(inputs_embeds, input_ids)
-        if image_outputs is not None:
+        if encoded is not None:
             inputs_embeds = place_features(
                 inputs_embeds,
                 input_ids,
-                image_outputs.pooler_output,
+                encoded.pooler_output,
                 self.config.image_token_id,
                 self.get_input_embeddings(),
                 "image",
@@ -402,7 +390,7 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        return MultimodalMoeBaseModelOutputWithPast(**outputs, image_outputs=image_outputs)
+        return MultimodalMoeBaseModelOutputWithPast(**outputs, image_outputs=encoded)
 
     def _place_marks(self, inputs_embeds, input_ids):
         """The four vectors in the place of the tokens that frame and fill an image."""

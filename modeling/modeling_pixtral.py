@@ -29,7 +29,7 @@ from .image_patches import patches_of_images
 from .native_pixtral import ReadsNativeFolders
 from .packed_attention import eager_attention, packed_attention
 from .patch_grids import PackedFrames, PatchGrids
-from .placeholders import place_features
+from .placeholders import image_outputs, place_features
 from .vision_layers import RMSNorm, alternating_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -380,20 +380,18 @@ class PixtralModel(ReadsNativeFolders, PixtralPreTrainedModel):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        image_outputs = (mm_encoder_outputs or {}).get("image")
-        if pixel_values is not None:
-            if image_outputs is not None:
-                raise ValueError('Pass either pixel_values or mm_encoder_outputs["image"], not both.')
-            # A list of layers is one of text layers.
-            tower_kwargs = {k: v for k, v in kwargs.items() if k != "output_hidden_states" or isinstance(v, bool)}
-            image_outputs = self.get_image_features(
-                pixel_values, image_grid_thw, image_sizes, return_dict=True, **tower_kwargs
-            )
-        if image_outputs is not None:
+        encoded = image_outputs(
+            self.get_image_features,
+            pixel_values,
+            {"image_grid_thw": image_grid_thw, "image_sizes": image_sizes},
+            mm_encoder_outputs,
+            kwargs,
+        )
+        if encoded is not None:
             inputs_embeds = place_features(
                 inputs_embeds,
                 input_ids,
-                image_outputs.pooler_output,
+                encoded.pooler_output,
                 self.config.image_token_id,
                 self.get_input_embeddings(),
                 "image",
@@ -407,7 +405,7 @@ class PixtralModel(ReadsNativeFolders, PixtralPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        return MultimodalBaseModelOutputWithPast(**outputs, image_outputs=image_outputs)
+        return MultimodalBaseModelOutputWithPast(**outputs, image_outputs=encoded)
 
 
 class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel, GenerationMixin):

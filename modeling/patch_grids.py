@@ -76,9 +76,11 @@ def checked_grid(grid_thw: torch.Tensor, merge: int, num_patches: int | None = N
     """`grid_thw` as a tuple of (temporal steps, rows, columns), after the checks that a tower relies on.
 
     Raises:
-        ValueError: the shape is not (n, 3) with n above 0, the values are no whole numbers, a side is below 1 or does
+        ValueError: there is none, the shape is not (n, 3) with n above 0, the values are no whole numbers, a side is below 1 or does
             not divide by `merge`, or the grids describe another number of patches than `num_patches`.
     """
+    if grid_thw is None:
+        raise ValueError("The pixels came without their grid; pass what the processor returned together.")
     if not isinstance(grid_thw, torch.Tensor):
         grid_thw = torch.as_tensor(grid_thw)
     if grid_thw.ndim != 2 or grid_thw.shape[1] != 3 or len(grid_thw) == 0 or grid_thw.is_floating_point():
@@ -182,11 +184,11 @@ class PatchGrids:
     Args:
         grid_thw: (num_images_or_videos, 3), int64.
         merge: side of a merge block, in patches.
-        num_patches: rows of `pixel_values`, checked against the grids.
+        num_patches: rows of `pixel_values`, checked against the grids; None where there are none yet.
         device: where the tower computes.
     """
 
-    def __init__(self, grid_thw: torch.Tensor, merge: int, num_patches: int, device: torch.device):
+    def __init__(self, grid_thw: torch.Tensor, merge: int, num_patches: int | None, device: torch.device):
         grid = checked_grid(grid_thw, merge, num_patches)
         self.frames = packed_frames(grid, merge)
         self._key = (grid, merge, device)

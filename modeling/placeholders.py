@@ -1,8 +1,39 @@
 """Features of images and videos, put in the place of their placeholder tokens."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import torch_compilable_check
+
+
+def image_outputs(
+    encode: Callable,
+    pixel_values: torch.Tensor | None,
+    geometry: dict,
+    mm_encoder_outputs: dict | None,
+    kwargs: dict,
+) -> BaseModelOutputWithPooling | None:
+    """What `encode` makes of the pixels, or made of them before; None where a prompt has neither.
+
+    Args:
+        encode: a model's `get_image_features`.
+        geometry: its arguments that go with the pixels.
+        mm_encoder_outputs: its outputs of before, under "image".
+        kwargs: those of the model's call.
+
+    Raises:
+        ValueError: there are both.
+    """
+    before = (mm_encoder_outputs or {}).get("image")
+    if pixel_values is None:
+        return before
+    if before is not None:
+        raise ValueError('Pass either pixel_values or mm_encoder_outputs["image"], not both.')
+    # A list of layers is one of text layers.
+    kwargs = {name: v for name, v in kwargs.items() if name != "output_hidden_states" or isinstance(v, bool)}
+    return encode(pixel_values, **geometry, return_dict=True, **kwargs)
 
 
 def place_features(

@@ -8,15 +8,15 @@ import math
 from pathlib import Path
 
 import torch
-from transformers.image_processing_backends import PilBackend, TorchvisionBackend
+from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BatchFeature
 from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs
-from transformers.utils import is_torchvision_available
 
 from ..configuration.configuration_deepseek_v4_vl import TOKEN_LAYOUTS, DeepseekV4VisionConfig
 from ..configuration.flat_code import SavesItsCode
-from .media_loading import channels_first, flat_media, is_image, open_image, open_nested, read_pixels
+from .any_image import ReadsAnyImage, TorchvisionImages
+from .media_loading import channels_first, read_pixels
 from .patch_geometry import patchify, refuse_empty
 
 LETTERBOX_GREY = 127
@@ -38,7 +38,7 @@ class DeepseekV4ImageProcessorKwargs(ImagesKwargs, total=False):
     token_layout: str
 
 
-class DeepseekV4ImageRules:
+class DeepseekV4ImageRules(ReadsAnyImage):
     """What both backends share: defaults, checks, reading of any image, sizes, letterbox and patches.
 
     A picture is always converted to RGB; with `do_rescale=False` floating arrays, 0 to 1, are taken as they are,
@@ -105,14 +105,6 @@ class DeepseekV4ImageRules:
     def _validate_preprocess_kwargs(self, **kwargs):
         # The inherited check wants a `size` wherever images are resized.
         super()._validate_preprocess_kwargs(**(kwargs | {"do_resize": False}))
-
-    def fetch_images(self, images):
-        return open_nested(images, open_image, "image")
-
-    def _prepare_images_structure(self, images, expected_ndims=3):
-        if not (flat := flat_media(self.fetch_images(images), is_image)):
-            raise ValueError("no image to process; pass at least one")
-        return flat
 
     def preprocess(self, images, **kwargs):
         """Turns images into packed patches.
@@ -310,22 +302,10 @@ def placement(height, width, rows, cols, max_wh_ratio):
     return (inner_rows, inner_cols), (round((rows - inner_rows) * 0.5), round((cols - inner_cols) * 0.5))
 
 
-class DeepseekV4ImageProcessor(SavesItsCode, DeepseekV4ImageRules, TorchvisionBackend):
+class DeepseekV4ImageProcessor(SavesItsCode, DeepseekV4ImageRules, TorchvisionImages):
     """DeepSeek-V4 image processor on torchvision, on any device: 8-bit until the end."""
 
     hub_classes = {"AutoImageProcessor": "image_processing_deepseek_v4_vl.DeepseekV4ImageProcessor"}
-
-    def __init__(self, **kwargs):
-        if not is_torchvision_available():
-            raise ImportError(
-                "DeepseekV4ImageProcessor needs torchvision: `pip install torchvision`. DeepseekV4ImageProcessorPil makes "
-                "the same grids without it."
-            )
-        super().__init__(**kwargs)
-
-    def process_image(self, image, do_rescale=True, input_data_format=None, device=None, **kwargs):
-        pixels = read_pixels(image, do_rescale, input_data_format)
-        return pixels if device is None else pixels.to(device)
 
 
 class DeepseekV4ImageProcessorPil(SavesItsCode, DeepseekV4ImageRules, PilBackend):

@@ -1,15 +1,15 @@
 """LFM3-VL images -> packed patches: resize by the Qwen2-VL rule at native resolution, normalize, cut into patches."""
 
 import torch
-from transformers.image_processing_backends import PilBackend, TorchvisionBackend
+from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BatchFeature
 from transformers.image_transforms import group_images_by_shape, reorder_images
 from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs
-from transformers.utils import is_torchvision_available
 
 from ..configuration.flat_code import SavesItsCode
-from .media_loading import channels_first, flat_media, is_image, open_image, open_nested, read_pixels
+from .any_image import ReadsAnyImage, TorchvisionImages
+from .media_loading import channels_first, read_pixels
 from .patch_geometry import image_sides, patchify, pixel_bounds
 
 
@@ -23,7 +23,7 @@ class Lfm3VlImageProcessorKwargs(ImagesKwargs, total=False):
     merge_size: int
 
 
-class Lfm3VlImageRules:
+class Lfm3VlImageRules(ReadsAnyImage):
     """What both backends share: defaults, bounds, reading of any image, grids.
 
     `size` holds areas in pixels despite the names of its keys. A picture is always converted to RGB; with
@@ -60,12 +60,6 @@ class Lfm3VlImageRules:
     def _standardize_kwargs(self, min_pixels=None, max_pixels=None, **kwargs):
         # Both aliases have been folded into `size` by now; what arrives here are the configured ones.
         return super()._standardize_kwargs(**kwargs)
-
-    def fetch_images(self, images):
-        return open_nested(images, open_image, "image")
-
-    def _prepare_images_structure(self, images, expected_ndims=3):
-        return flat_media(self.fetch_images(images), is_image)
 
     def preprocess(self, images, size=None, min_pixels=None, max_pixels=None, **kwargs):
         """Turns images into packed patches.
@@ -118,22 +112,10 @@ def pack(patches, grids, channels, temporal_patch_size, return_tensors):
     return BatchFeature(data, tensor_type=return_tensors)
 
 
-class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionBackend):
+class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionImages):
     """LFM3-VL image processor on torchvision: 8-bit throughout, equal sizes resized together."""
 
     hub_classes = {"AutoImageProcessor": "image_processing_lfm3_vl.Lfm3VlImageProcessor"}
-
-    def __init__(self, **kwargs):
-        if not is_torchvision_available():
-            raise ImportError(
-                "Lfm3VlImageProcessor needs torchvision: `pip install torchvision`. Lfm3VlImageProcessorPil makes the "
-                "same grids without it."
-            )
-        super().__init__(**kwargs)
-
-    def process_image(self, image, do_rescale=True, input_data_format=None, device=None, **kwargs):
-        pixels = read_pixels(image, do_rescale, input_data_format)
-        return pixels if device is None else pixels.to(device)
 
     def _preprocess(
         self,

@@ -7,16 +7,16 @@ import json
 from pathlib import Path
 
 import torch
-from transformers.image_processing_backends import PilBackend, TorchvisionBackend
+from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BatchFeature
 from transformers.image_transforms import group_images_by_shape, reorder_images
 from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs, ProcessorMixin
-from transformers.utils import is_torchvision_available
 
 from ..configuration.configuration_pixtral import PixtralConfig
 from ..configuration.flat_code import SavesItsCode
-from .media_loading import channels_first, flat_media, is_image, open_image, open_nested, read_pixels
+from .any_image import ReadsAnyImage, TorchvisionImages
+from .media_loading import channels_first, read_pixels
 from .patch_geometry import patchify, refuse_empty
 
 LAYOUTS = ("packed", "padded")
@@ -31,7 +31,7 @@ class PixtralImageProcessorKwargs(ImagesKwargs, total=False):
     normalize_on_device: bool
 
 
-class PixtralImageRules:
+class PixtralImageRules(ReadsAnyImage):
     """What both backends share: defaults, checks, reading of any image, grids, and the two forms of output.
 
     A picture is always converted to RGB; with `do_rescale=False` floating arrays are taken as they are, otherwise every
@@ -93,14 +93,6 @@ class PixtralImageRules:
                 f"with do_rescale={settings['do_rescale']} and do_normalize={settings['do_normalize']}"
             )
         return settings
-
-    def fetch_images(self, images):
-        return open_nested(images, open_image, "image")
-
-    def _prepare_images_structure(self, images, expected_ndims=3):
-        if not (flat := flat_media(self.fetch_images(images), is_image)):
-            raise ValueError("no image to process; pass at least one")
-        return flat
 
     def preprocess(self, images, **kwargs):
         """Turns images into packed patches, or into whole images of equal size.
@@ -232,22 +224,10 @@ def padded_images(images, do_pad, normalize):
     return {"pixel_values": images, "image_sizes": sizes}
 
 
-class PixtralImageProcessor(SavesItsCode, PixtralImageRules, TorchvisionBackend):
+class PixtralImageProcessor(SavesItsCode, PixtralImageRules, TorchvisionImages):
     """Pixtral image processor on torchvision: 8-bit until the end, equal sizes resized together."""
 
     hub_classes = {"AutoImageProcessor": "image_processing_pixtral.PixtralImageProcessor"}
-
-    def __init__(self, **kwargs):
-        if not is_torchvision_available():
-            raise ImportError(
-                "PixtralImageProcessor needs torchvision: `pip install torchvision`. PixtralImageProcessorPil makes the "
-                "same grids without it."
-            )
-        super().__init__(**kwargs)
-
-    def process_image(self, image, do_rescale=True, input_data_format=None, device=None, **kwargs):
-        pixels = read_pixels(image, do_rescale, input_data_format)
-        return pixels if device is None else pixels.to(device)
 
     def _preprocess(
         self,

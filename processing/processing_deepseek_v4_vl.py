@@ -5,14 +5,12 @@ DeepSeek-V4.1-Flash (reading order).
 """
 
 import numpy as np
-from transformers import TokenizersBackend
 from transformers.image_processing_utils import BatchFeature
 from transformers.processing_utils import MultiModalData, ProcessorMixin
-from transformers.utils import is_torchvision_available
 
 from ..configuration.flat_code import SavesItsCode
 from .image_processing_deepseek_v4_vl import DeepseekV4ImageProcessor, DeepseekV4ImageProcessorPil, block_tokens
-from .media_loading import flat_media, is_image, share_among_prompts
+from .prompts_with_media import PromptsWithImages
 
 IMAGE_PLACEHOLDER = "<｜deepseek_image｜>"
 # Reserved tokens that no text contains; in this order their ids are consecutive.
@@ -37,7 +35,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class DeepseekV4Processor(SavesItsCode, ProcessorMixin):
+class DeepseekV4Processor(SavesItsCode, PromptsWithImages, ProcessorMixin):
     """Joins tokenizer and image processor, whose `token_layout` says what becomes of an image placeholder.
 
     "interleaved": a block of five kinds of tokens, see `interleaved_block`, after 0 to 3 pads, so that its start stands
@@ -61,6 +59,8 @@ class DeepseekV4Processor(SavesItsCode, ProcessorMixin):
     """
 
     hub_classes = {"AutoProcessor": "processing_deepseek_v4_vl.DeepseekV4Processor"}
+    family_name = "DeepSeek-V4"
+    image_processors = {"torchvision": DeepseekV4ImageProcessor, "pil": DeepseekV4ImageProcessorPil}
     text_kwargs = {"return_token_type_ids": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
     images_kwargs = {"return_tensors": "pt"}
     return_mm_token_type_ids = False
@@ -73,20 +73,6 @@ class DeepseekV4Processor(SavesItsCode, ProcessorMixin):
         template = chat_template or tokenizer.chat_template or CHAT_TEMPLATE
         super().__init__(image_processor, tokenizer, chat_template=template)
         layout_token_ids(tokenizer, image_processor.token_layout)
-
-    @classmethod
-    def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path, processor_dict=None, backend=None, **kwargs
-    ):
-        # The inherited method asks the Auto classes, which want trust_remote_code again, or answer with others' classes.
-        backend = backend or ("torchvision" if is_torchvision_available() else "pil")
-        images = {"torchvision": DeepseekV4ImageProcessor, "pil": DeepseekV4ImageProcessorPil}[backend]
-        for_images = images.valid_kwargs.__annotations__
-        for_tokenizer = {name: value for name, value in kwargs.items() if name not in for_images}
-        return [
-            images.from_pretrained(pretrained_model_name_or_path, **kwargs),
-            TokenizersBackend.from_pretrained(pretrained_model_name_or_path, **for_tokenizer),
-        ]
 
     @property
     def image_token_ids(self):
@@ -133,41 +119,11 @@ class DeepseekV4Processor(SavesItsCode, ProcessorMixin):
             skip_tensor_conversion=self.skip_tensor_conversion,
         )
 
-    def prepare_inputs_layout(self, images=None, text=None, videos=None, audio=None, **kwargs):
-        for name, media in (("videos", videos), ("audio", audio)):
-            if media is not None:
-                raise ValueError(f"DeepSeek-V4 takes images and text only; `{name}` is not accepted")
-        images, text, *others = super().prepare_inputs_layout(images=images, text=text, **kwargs)
-        # `images=[[], None]` for prompts of text alone means no images at all.
-        return images if flat_media(images, is_image) else None, text, *others
-
-    def validate_inputs(self, images=None, text=None, videos=None, audio=None, **kwargs):
-        """Raises `ValueError` where placeholders and images do not match, or a keyword is unknown."""
-        self.refuse_unknown_keywords(kwargs)
-        if images is None and text is None:
-            raise ValueError("nothing to process: pass text or images")
-        if text is None:
-            return
-        if wrong := [number for number, prompt in enumerate(text) if not isinstance(prompt, str)]:
-            raise ValueError(
-                f"prompt {wrong[0]} is {type(text[wrong[0]]).__name__}; `text` is a string or a list of them"
-            )
+    def placeholder_counts(self, text):
         # Found as they will be replaced: not in text that was marked as a user's.
         most = sum(prompt.count(self.image_token) for prompt in text)
         _, places = self.get_text_with_replacements(list(text), [self.image_token] * most)
-        share_among_prompts(images, [len(row) for row in places], is_image, "image")
-
-    def refuse_unknown_keywords(self, keywords):
-        kinds = self.valid_processor_kwargs.__annotations__
-        known = {*kinds, "common_kwargs", *self.image_processor.valid_kwargs.__annotations__}
-        known.update(kinds["text_kwargs"].__annotations__)
-        if unknown := sorted(set(keywords) - known):
-            raise ValueError(f"unknown keyword(s) {unknown}; accepted are {sorted(known)}")
-
-    def _process_images(self, images, **kwargs):
-        images = flat_media(images, is_image)
-        features = self.image_processor(images, **kwargs)
-        return features, [self.replace_image_token(features, index, **kwargs) for index in range(len(images))]
+        return [len(row) for row in places]
 
     def replace_image_token(self, image_inputs, image_idx, downsample_ratio=None, token_layout=None, **kwargs):
         """The tokens of image `image_idx`, whose grid `image_inputs` holds; pads that align it depend on its place."""

@@ -7,11 +7,12 @@ from transformers.utils import is_torchvision_available
 from ..configuration.flat_code import SavesItsCode
 from .image_processing_lfm3_vl import Lfm3VlImageProcessor, Lfm3VlImageProcessorPil
 from .media_loading import flat_media, is_image, is_video, share_among_prompts
+from .prompts_with_media import PromptsWithMedia
 from .video_decoding import frame_rate
 from .video_processing_lfm3_vl import Lfm3VlVideoProcessor
 
 
-class Lfm3VlProcessor(SavesItsCode, ProcessorMixin):
+class Lfm3VlProcessor(SavesItsCode, PromptsWithMedia, ProcessorMixin):
     """Joins tokenizer, image processor and video processor.
 
     An image placeholder becomes one image token for each merged cell. A video placeholder becomes, for each temporal
@@ -84,24 +85,9 @@ class Lfm3VlProcessor(SavesItsCode, ProcessorMixin):
             raise ValueError("nothing to process: pass text, images or videos")
         if text is None:
             return
-        if wrong := [number for number, prompt in enumerate(text) if not isinstance(prompt, str)]:
-            raise ValueError(
-                f"prompt {wrong[0]} is {type(text[wrong[0]]).__name__}; `text` is a string or a list of them"
-            )
+        self.check_prompts(text)
         share_among_prompts(images, [prompt.count(self.image_token) for prompt in text], is_image, "image")
         share_among_prompts(videos, [prompt.count(self.video_token) for prompt in text], is_video, "video")
-
-    def refuse_unknown_keywords(self, keywords):
-        kinds = self.valid_processor_kwargs.__annotations__
-        known = {*kinds, "common_kwargs", *self.image_processor.valid_kwargs.__annotations__}
-        known.update(self.video_processor.valid_kwargs.__annotations__, kinds["text_kwargs"].__annotations__)
-        if unknown := sorted(set(keywords) - known):
-            raise ValueError(f"unknown keyword(s) {unknown}; accepted are {sorted(known)}")
-
-    def _process_images(self, images, **kwargs):
-        images = flat_media(images, is_image)
-        features = self.image_processor(images, **kwargs)
-        return features, [self.replace_image_token(features, index, **kwargs) for index in range(len(images))]
 
     def _process_videos(self, videos, **kwargs):
         videos = flat_media(videos, is_video)

@@ -6,12 +6,11 @@ from tempfile import TemporaryDirectory
 
 from transformers import TokenizersBackend
 from transformers.processing_utils import MultiModalData, ProcessorMixin
-from transformers.utils import is_torchvision_available
 
 from ..configuration.configuration_pixtral import PixtralConfig
 from ..configuration.flat_code import SavesItsCode
 from .image_processing_pixtral import PixtralImageProcessor, PixtralImageProcessorPil, patch_side
-from .media_loading import flat_media, is_image, share_among_prompts
+from .prompts_with_media import PromptsWithImages
 
 # Control tokens by id in tekken.json files up to version 7 that do not list them.
 OLD_CONTROL_TOKENS = (
@@ -44,7 +43,7 @@ EARLY_CHAT_TEMPLATE = _TURNS.replace("@SYSTEM_TURN@", "").replace(
 )
 
 
-class PixtralProcessor(SavesItsCode, ProcessorMixin):
+class PixtralProcessor(SavesItsCode, PromptsWithImages, ProcessorMixin):
     """Joins tokenizer and image processor.
 
     An image placeholder becomes, for each row of merged cells, one image token a cell and a break token, the last break
@@ -62,6 +61,8 @@ class PixtralProcessor(SavesItsCode, ProcessorMixin):
     """
 
     hub_classes = {"AutoProcessor": "processing_pixtral.PixtralProcessor"}
+    family_name = "Pixtral"
+    image_processors = {"torchvision": PixtralImageProcessor, "pil": PixtralImageProcessorPil}
     text_kwargs = {"return_token_type_ids": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
     images_kwargs = {"return_tensors": "pt"}
     return_mm_token_type_ids = False
@@ -120,18 +121,8 @@ class PixtralProcessor(SavesItsCode, ProcessorMixin):
         return super().to_dict() | sizes
 
     @classmethod
-    def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path, processor_dict=None, backend=None, **kwargs
-    ):
-        # The inherited method asks the Auto classes, which want trust_remote_code again, or answer with others' classes.
-        backend = backend or ("torchvision" if is_torchvision_available() else "pil")
-        images = {"torchvision": PixtralImageProcessor, "pil": PixtralImageProcessorPil}[backend]
-        for_images = images.valid_kwargs.__annotations__
-        for_tokenizer = {name: value for name, value in kwargs.items() if name not in for_images}
-        return [
-            images.from_pretrained(pretrained_model_name_or_path, **kwargs),
-            load_tokenizer(pretrained_model_name_or_path, **for_tokenizer),
-        ]
+    def load_tokenizer(cls, folder, **kwargs):
+        return load_tokenizer(folder, **kwargs)
 
     @property
     def image_token_ids(self):
@@ -141,39 +132,6 @@ class PixtralProcessor(SavesItsCode, ProcessorMixin):
     @property
     def model_input_names(self):
         return [*super().model_input_names, "mm_token_type_ids"]
-
-    def prepare_inputs_layout(self, images=None, text=None, videos=None, audio=None, **kwargs):
-        for name, media in (("videos", videos), ("audio", audio)):
-            if media is not None:
-                raise ValueError(f"Pixtral takes images and text only; `{name}` is not accepted")
-        images, text, *others = super().prepare_inputs_layout(images=images, text=text, **kwargs)
-        # `images=[[], None]` for prompts of text alone means no images at all.
-        return images if flat_media(images, is_image) else None, text, *others
-
-    def validate_inputs(self, images=None, text=None, videos=None, audio=None, **kwargs):
-        """Raises `ValueError` where placeholders and images do not match, or a keyword is unknown."""
-        self.refuse_unknown_keywords(kwargs)
-        if images is None and text is None:
-            raise ValueError("nothing to process: pass text or images")
-        if text is None:
-            return
-        if wrong := [number for number, prompt in enumerate(text) if not isinstance(prompt, str)]:
-            raise ValueError(
-                f"prompt {wrong[0]} is {type(text[wrong[0]]).__name__}; `text` is a string or a list of them"
-            )
-        share_among_prompts(images, [prompt.count(self.image_token) for prompt in text], is_image, "image")
-
-    def refuse_unknown_keywords(self, keywords):
-        kinds = self.valid_processor_kwargs.__annotations__
-        known = {*kinds, "common_kwargs", *self.image_processor.valid_kwargs.__annotations__}
-        known.update(kinds["text_kwargs"].__annotations__)
-        if unknown := sorted(set(keywords) - known):
-            raise ValueError(f"unknown keyword(s) {unknown}; accepted are {sorted(known)}")
-
-    def _process_images(self, images, **kwargs):
-        images = flat_media(images, is_image)
-        features = self.image_processor(images, **kwargs)
-        return features, [self.replace_image_token(features, index, **kwargs) for index in range(len(images))]
 
     def replace_image_token(self, image_inputs, image_idx, patch_size=None, spatial_merge_size=None, **kwargs):
         """The tokens of image `image_idx`, whose grid or size `image_inputs` holds, in either layout."""
