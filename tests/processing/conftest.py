@@ -1,5 +1,8 @@
 """Real photographs, a tiny tokenizer with the vision tokens, and our processors beside transformers' own."""
 
+import subprocess
+import sys
+
 import av
 import numpy as np
 import PIL.Image
@@ -121,3 +124,16 @@ def published_videos():
 def published_processor(tokenizer, published_images, published_videos):
     images = published_images[Lfm3VlImageProcessor]
     return PublishedProcessor(images, tokenizer, published_videos, chat_template=CHAT_TEMPLATE)
+
+
+def run_without_torchvision(program: str, *arguments) -> list[str]:
+    """The lines that `program` prints in a process that has no torchvision."""
+    hidden = """
+import sys
+sys.modules["torchvision"] = None
+from transformers.utils import is_torchvision_available
+assert not is_torchvision_available()
+"""
+    run = subprocess.run([sys.executable, "-c", hidden + program, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import PIL.Image
@@ -14,6 +12,8 @@ from hypothesis import strategies as st
 from transformers.utils import TensorType
 
 from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor, Lfm3VlImageProcessorPil
+
+from .conftest import run_without_torchvision
 
 BACKENDS = [Lfm3VlImageProcessor, Lfm3VlImageProcessorPil]
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -205,10 +205,6 @@ def test_patch_count_equals_the_grid(height, width):
 
 
 WITHOUT_TORCHVISION = """
-import sys
-sys.modules["torchvision"] = None
-from transformers.utils import is_torchvision_available
-assert not is_torchvision_available()
 import PIL.Image
 from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
 from gridtower.processing.processing_lfm3_vl import Lfm3VlProcessor
@@ -226,9 +222,7 @@ for refused in (Lfm3VlImageProcessor, lambda: processor(text=processor.video_tok
 
 def test_without_torchvision_images_go_through_pil_and_the_rest_says_what_to_install(processor, tmp_path):
     processor.save_pretrained(tmp_path)
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCHVISION, tmp_path], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    backend, grid, *errors = run.stdout.splitlines()
+    backend, grid, *errors = run_without_torchvision(WITHOUT_TORCHVISION, tmp_path)
     assert backend == "Lfm3VlImageProcessorPil"
     picture = PIL.Image.new("RGB", (40, 50))
     assert grid == str(Lfm3VlImageProcessor()(picture, return_tensors="pt")["image_grid_thw"].tolist())

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -22,6 +20,8 @@ from gridtower.processing.processing_deepseek_v4_vl import (
     interleaved_block,
     reading_order_roles,
 )
+
+from .conftest import run_without_torchvision
 
 IMAGE = "<｜deepseek_image｜>"
 CONTROL_TOKENS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"]
@@ -604,10 +604,6 @@ def test_a_published_folder_needs_nothing_but_its_config_and_tokenizer(model_typ
 
 
 WITHOUT_TORCHVISION = """
-import sys
-sys.modules["torchvision"] = None
-from transformers.utils import is_torchvision_available
-assert not is_torchvision_available()
 import PIL.Image
 from gridtower.processing.image_processing_deepseek_v4_vl import DeepseekV4ImageProcessor
 from gridtower.processing.processing_deepseek_v4_vl import DeepseekV4Processor
@@ -623,8 +619,6 @@ except ImportError as error:
 
 def test_without_torchvision_images_go_through_pil_and_the_rest_says_what_to_install(processor, tmp_path):
     processor.save_pretrained(tmp_path)
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCHVISION, tmp_path], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    backend, grid, error = run.stdout.splitlines()
+    backend, grid, error = run_without_torchvision(WITHOUT_TORCHVISION, tmp_path)
     assert (backend, grid) == ("DeepseekV4ImageProcessorPil", "[[1, 13, 10]]")
     assert "pip install torchvision" in error

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import PIL.Image
@@ -24,6 +22,8 @@ from gridtower.configuration.configuration_pixtral import PixtralConfig, Pixtral
 from gridtower.modeling.modeling_pixtral import PixtralForConditionalGeneration
 from gridtower.processing.image_processing_pixtral import PixtralImageProcessor, PixtralImageProcessorPil
 from gridtower.processing.processing_pixtral import OLD_CONTROL_TOKENS, PixtralProcessor
+
+from .conftest import run_without_torchvision
 
 IMAGE = "[IMG]"
 # Ids as in the published tokenizers: [IMG] 10, <pad> 11, [IMG_BREAK] 12, [IMG_END] 13.
@@ -542,10 +542,6 @@ def test_the_pipeline_reads_chats_and_plain_prompts(small_processor, make_pictur
 
 
 WITHOUT_TORCHVISION = """
-import sys
-sys.modules["torchvision"] = None
-from transformers.utils import is_torchvision_available
-assert not is_torchvision_available()
 import PIL.Image
 from gridtower.processing.image_processing_pixtral import PixtralImageProcessor
 from gridtower.processing.processing_pixtral import PixtralProcessor
@@ -561,8 +557,6 @@ except ImportError as error:
 
 def test_without_torchvision_images_go_through_pil_and_the_rest_says_what_to_install(processor, tmp_path):
     processor.save_pretrained(tmp_path)
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCHVISION, tmp_path], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    backend, grid, error = run.stdout.splitlines()
+    backend, grid, error = run_without_torchvision(WITHOUT_TORCHVISION, tmp_path)
     assert (backend, grid) == ("PixtralImageProcessorPil", "[[1, 4, 3]]")
     assert "pip install torchvision" in error
