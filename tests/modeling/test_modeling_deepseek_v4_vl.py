@@ -872,6 +872,13 @@ def test_parts_of_a_block_are_refused(kinds):
             model(input_ids=part, cache=cache, use_cache=True)
 
 
+def test_pixels_without_their_grid_are_refused():
+    inputs = with_images([1, 5, (3, 2), 21], GRIDS[:1])
+    del inputs["image_grid_thw"]
+    with pytest.raises(ValueError, match="without their grid"):
+        make_model()(**inputs)
+
+
 # What the model takes and gives
 
 

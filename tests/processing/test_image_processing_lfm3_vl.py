@@ -204,6 +204,12 @@ def test_patch_count_equals_the_grid(height, width):
         assert processor.get_number_of_image_patches(height, width) == grid.prod()
 
 
+@both_backends
+def test_an_empty_list_of_images_is_refused(backend):
+    with pytest.raises(ValueError, match="no image"):
+        backend()([])
+
+
 WITHOUT_TORCHVISION = """
 import PIL.Image
 from gridtower.processing.image_processing_lfm3_vl import Lfm3VlImageProcessor
