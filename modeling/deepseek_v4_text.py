@@ -1,7 +1,7 @@
 """What images change in the DeepSeek-V4 text model: routing, the sliding window, and nothing for a prompt without one.
 
 transformers' classes do all that stays; here stand the routers with a second bias, the mask in which an image's tokens see
-each other, and compressed windows that count from a row's first real token, so that left padding changes no row.
+each other, and compressed windows that count from a sequence's first token, so that padding and packing change none.
 """
 
 from types import SimpleNamespace
@@ -30,6 +30,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VlConfig
+from .checkpoint_formats import ReadsPublishedNames
+from .packed_pixels import TakesPackedPixels
+from .packed_text import is_packed
 
 
 def is_of_image(input_ids: torch.Tensor, config: DeepseekV4VlConfig) -> torch.Tensor:
@@ -94,50 +97,69 @@ class DeepseekV4VlMoeBlock(nn.Module):
         return routed.view_as(hidden_states) + self.shared_experts(hidden_states)
 
 
-class CompressesRowsApart:
-    """First base of a compressor: rows with padding at their left are compressed one by one, without it.
+class CompressesSequencesApart:
+    """First base of a compressor: sequences that do not fill their row from its beginning are compressed one by one.
 
     A compressed entry stands for a window of tokens counted from the beginning. Left padding would shift the windows and
-    make entries of itself, which no mask hides.
+    make entries of itself, which no mask hides; several sequences in one row would share them.
     """
 
     def forward(self, hidden_states, q_residual, position_ids, cache, layer_idx):
-        """As transformers'; padding has negative `position_ids`."""
+        """As transformers'; padding has negative `position_ids`, and a 0 begins a sequence."""
+        entries, bias = self._compressed(hidden_states, q_residual, position_ids, cache, layer_idx)
+        if entries.shape[2] == 0 and torch.is_grad_enabled():
+            # No sequence fills a window. This adds nothing, to nothing, but DDP waits for a gradient of every parameter.
+            entries = entries + sum(parameter.sum() for parameter in self.parameters() if parameter.requires_grad)
+        return entries, bias
+
+    def _compressed(self, hidden_states, q_residual, position_ids, cache, layer_idx):
         states = getattr(cache.layers[layer_idx], "row_states", None) if cache is not None else None
-        if states is None and not (position_ids[:, 0] < 0).any():
+        if states is None and not (position_ids[:, 0] < 0).any() and not (position_ids[:, 1:] == 0).any():
             return super().forward(hidden_states, q_residual, position_ids, cache, layer_idx)
-        entries, visible = [], []
-        padding = (position_ids < 0).sum(-1).tolist()
-        for row, skipped in enumerate(padding):
-            if skipped == position_ids.shape[1]:
-                entries.append(hidden_states.new_zeros(1, 1, 0, self.head_dim))
-                visible.append(None)
-                continue
-            part = slice(row, row + 1), slice(skipped, None)
+        position_ids = position_ids.expand(len(hidden_states), -1)
+        parts = []
+        for row, start, stop in sequences(position_ids):
+            part = slice(row, row + 1), slice(start, stop)
             row_cache = None if states is None else SimpleNamespace(layers={layer_idx: states[row]})
-            compressed, bias = super().forward(
+            compressed = super().forward(
                 hidden_states[part], q_residual[part], position_ids[part], row_cache, layer_idx
             )
-            entries.append(compressed)
-            visible.append(bias)
-        return self._side_by_side(entries, visible, padding, position_ids.shape[1])
+            parts.append((row, slice(start, stop), *compressed))
+        return self._side_by_side(parts, hidden_states)
 
-    def _side_by_side(self, entries, visible, padding, length):
-        most = max(row.shape[2] for row in entries)
+    def _side_by_side(self, parts, hidden_states):
+        batch_size, length, _ = hidden_states.shape
+        taken = [0] * batch_size
+        for row, _, entries, _ in parts:
+            taken[row] += entries.shape[2]
+        most = max(taken)
         # (batch, 1, entries, head_dim) and (batch, 1, length, entries)
-        compressed = torch.cat([nn.functional.pad(row, (0, 0, 0, most - row.shape[2])) for row in entries])
-        bias = compressed.new_full((len(entries), 1, length, most), float("-inf"))
-        for row, (row_entries, row_bias) in enumerate(zip(entries, visible)):
-            bias[row, :, padding[row] :, : row_entries.shape[2]] = 0.0 if row_bias is None else row_bias[0]
+        compressed = hidden_states.new_zeros(batch_size, 1, most, self.head_dim)
+        bias = hidden_states.new_full((batch_size, 1, length, most), float("-inf"))
+        taken = [0] * batch_size
+        for row, tokens, entries, visible in parts:
+            own = slice(taken[row], taken[row] + entries.shape[2])
+            compressed[row, :, own] = entries[0]
+            bias[row, :, tokens, own] = 0.0 if visible is None else visible[0]
+            taken[row] = own.stop
         return compressed, bias
 
 
-class DeepseekV4VlHCACompressor(CompressesRowsApart, DeepseekV4HCACompressor):
-    """Heavy compression that left padding leaves alone."""
+def sequences(position_ids: torch.Tensor):
+    """(row, start, stop) of each sequence in `position_ids` (batch, length): it begins with a 0, or continues a row."""
+    begins = position_ids == 0
+    begins[:, 0] |= position_ids[:, 0] > 0
+    for row, flags in enumerate(begins.tolist()):
+        starts = [place for place, flag in enumerate(flags) if flag]
+        yield from ((row, start, stop) for start, stop in zip(starts, [*starts[1:], len(flags)]))
 
 
-class DeepseekV4VlCSACompressor(CompressesRowsApart, DeepseekV4CSACompressor):
-    """Sparse compression that left padding leaves alone."""
+class DeepseekV4VlHCACompressor(CompressesSequencesApart, DeepseekV4HCACompressor):
+    """Heavy compression of each sequence by itself."""
+
+
+class DeepseekV4VlCSACompressor(CompressesSequencesApart, DeepseekV4CSACompressor):
+    """Sparse compression of each sequence by itself."""
 
 
 class KeepsRowsApart:
@@ -178,7 +200,7 @@ ROWWISE_CACHES = {
 }
 
 
-class DeepseekV4VlPreTrainedModel(DeepseekV4PreTrainedModel):
+class DeepseekV4VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, DeepseekV4PreTrainedModel):
     config: DeepseekV4VlConfig
     input_modalities = ("image", "text")
     _no_split_modules = ["DeepseekV4DecoderLayer", "DeepseekV4VisionBlock"]
@@ -220,6 +242,9 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
             layer.mlp = DeepseekV4VlMoeBlock(config, layer.mlp)
             if layer.self_attn.compressor is not None:
                 layer.self_attn.compressor = COMPRESSORS[layer.self_attn.layer_type](config)
+                # It chooses by top-k, which passes no gradient: DDP would wait for one.
+                if hasattr(layer.self_attn.compressor, "indexer"):
+                    layer.self_attn.compressor.indexer.requires_grad_(False)
         self.post_init()
 
     @merge_with_config_defaults
@@ -241,7 +266,8 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
             input_ids: (batch, length), int64: say how tokens are routed and which see each other; may go with
                 `inputs_embeds`, unlike in transformers' model.
             attention_mask: (batch, cached + length), 0 for padding, or a mask made beforehand.
-            position_ids: (batch, length); counted from the first real token of each row by default.
+            position_ids: (batch, length); counted from the first real token of each row by default. Without a cache and a
+                mask, several sequences may share a row: each begins where the positions begin again at 0.
 
         Raises:
             ValueError: neither ids nor embeddings, or an image whose tokens are not all here.
@@ -286,14 +312,23 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
         if isinstance(attention_mask, dict):
             return next(iter(attention_mask.values()))
         same_image = None if input_ids is None else self._same_image(input_ids, seen)
-        return create_sliding_window_causal_mask(
+        packed = same_image and is_packed(position_ids, attention_mask, cache)
+        mask = create_sliding_window_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             cache=cache,
             position_ids=position_ids,
-            or_mask_function=same_image,
+            or_mask_function=None if packed else same_image,
         )
+        if not packed:
+            return mask
+        # transformers would call the function with positions, which the sequences of a row share.
+        tokens = torch.arange(inputs_embeds.shape[1], device=mask.device)
+        rows = torch.arange(len(inputs_embeds), device=mask.device)[:, None, None]
+        visible = same_image(rows, None, tokens[:, None], tokens)
+        # (batch, 1, length, length)
+        return mask.masked_fill(visible[:, None], 0.0 if mask.is_floating_point() else True)
 
     def _same_image(self, input_ids, seen):
         """Mask function: whether query and key belong to one image and are within its reach; None without images."""

@@ -34,8 +34,10 @@ from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VisionConfig,
 from .checkpoint_formats import register_checkpoint_formats
 from .deepseek_v4_text import DeepseekV4VlPreTrainedModel, DeepseekV4VlTextModel
 from .packed_attention import eager_attention, packed_attention
+from .packed_pixels import TakesPackedPixels
+from .packed_text import is_packed
 from .patch_grids import PatchGrids, checked_grid, covering_blocks
-from .placeholders import image_outputs, place_features
+from .placeholders import image_outputs, in_step_with_other_ranks, place_features
 from .vision_layers import RMSNorm, axial_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -108,7 +110,7 @@ class DeepseekV4VisionBlock(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.norm2(hidden_states))
 
 
-class DeepseekV4VisionModel(PreTrainedModel):
+class DeepseekV4VisionModel(TakesPackedPixels, PreTrainedModel):
     """The DeepSeek-V4 tower over any number of images of any size."""
 
     config: DeepseekV4VisionConfig
@@ -380,6 +382,10 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
                 self.get_input_embeddings(),
                 "image",
             )
+        if pixel_values is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
+        if is_packed(position_ids, attention_mask, cache, use_cache):
+            use_cache = False
 
         outputs = self.language_model(
             input_ids=input_ids,

@@ -24,10 +24,12 @@ from transformers.utils.generic import accepts_precomputed_kwargs, merge_with_co
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
-from .checkpoint_formats import register_checkpoint_formats
+from .checkpoint_formats import ReadsPublishedNames, register_checkpoint_formats
 from .packed_attention import eager_attention, packed_attention
+from .packed_pixels import TakesPackedPixels
+from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids
-from .placeholders import place_features
+from .placeholders import in_step_with_other_ranks, place_features
 from .vision_layers import RMSNorm, axial_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -123,7 +125,7 @@ class Lfm3VlVisionLayer(GradientCheckpointingLayer):
         return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
 
 
-class Lfm3VlPreTrainedModel(PreTrainedModel):
+class Lfm3VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedModel):
     config: Lfm3VlConfig
     base_model_prefix = "model"
     input_modalities = ("image", "video", "text")
@@ -317,15 +319,21 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
                     self.get_input_embeddings(),
                     media,
                 )
+        if pixel_values is None and pixel_values_videos is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
 
-        outputs = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        packed = is_packed(position_ids, attention_mask, cache, use_cache)
+        if packed and "conv" in getattr(self.config.text_config, "layer_types", ()):
+            outputs = run_sequences_apart(self.language_model, inputs_embeds, position_ids, **kwargs)
+        else:
+            outputs = self.language_model(
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=False if packed else use_cache,
+                **kwargs,
+            )
         return MultimodalBaseModelOutputWithPast(
             **outputs, image_outputs=features.get("image"), video_outputs=features.get("video")
         )

@@ -24,12 +24,14 @@ from transformers.utils.generic import accepts_precomputed_kwargs, merge_with_co
 from transformers.utils.output_capturing import capture_outputs, selected_hidden_states
 
 from ..configuration.configuration_pixtral import PixtralConfig, PixtralVisionConfig
-from .checkpoint_formats import register_checkpoint_formats
+from .checkpoint_formats import ReadsPublishedNames, register_checkpoint_formats
 from .image_patches import patches_of_images
 from .native_pixtral import ReadsNativeFolders
 from .packed_attention import eager_attention, packed_attention
+from .packed_pixels import TakesPackedPixels
+from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids
-from .placeholders import image_outputs, place_features
+from .placeholders import image_outputs, in_step_with_other_ranks, place_features
 from .vision_layers import RMSNorm, alternating_rotary, learns, rotate
 
 register_checkpoint_formats()
@@ -140,7 +142,7 @@ class PixtralVisionTransformer(nn.Module):
         return hidden_states
 
 
-class PixtralPreTrainedModel(PreTrainedModel):
+class PixtralPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedModel):
     config: PixtralConfig
     base_model_prefix = "model"
     input_modalities = ("image", "text")
@@ -396,6 +398,10 @@ class PixtralModel(ReadsNativeFolders, PixtralPreTrainedModel):
                 self.get_input_embeddings(),
                 "image",
             )
+        if pixel_values is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
+        if is_packed(position_ids, attention_mask, cache, use_cache):
+            use_cache = False
 
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import torch_compilable_check
@@ -68,3 +69,35 @@ def place_features(
         ),
     )
     return inputs_embeds.masked_scatter(mask.to(inputs_embeds.device)[..., None], features)
+
+
+def in_step_with_other_ranks(inputs_embeds: torch.Tensor, tower: nn.Module, encode: Callable) -> torch.Tensor:
+    """`inputs_embeds`, to which the features of a blank image add nothing, where other ranks may encode real ones.
+
+    DDP, FSDP and ZeRO-3 gather the tower's parameters and reduce their gradients on all ranks together: one whose rows
+    hold no image would leave the others waiting.
+
+    Args:
+        tower: whose configuration tells `patch_dim`.
+        encode: a model's `get_image_features`.
+    """
+    if not other_ranks_wait(tower):
+        return inputs_embeds
+    side = getattr(tower, "spatial_merge_size", 1)
+    blank = inputs_embeds.new_zeros(side**2, tower.config.patch_dim)
+    grid = torch.tensor([[1, side, side]], device=inputs_embeds.device)
+    (features,) = encode(blank, image_grid_thw=grid, return_dict=True).pooler_output
+    return inputs_embeds + 0 * features.sum().to(inputs_embeds)
+
+
+def other_ranks_wait(module: nn.Module) -> bool:
+    """Whether ranks wait for one another at `module`: for its gradients, or for shards of its parameters."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return False
+    if torch.is_grad_enabled():
+        return True
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in module.modules())
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())

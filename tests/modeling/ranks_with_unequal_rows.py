@@ -1,0 +1,85 @@
+"""Run by torchrun on two ranks: the first trains on rows with images, the second on text alone.
+
+Writes what each rank measured to the folder that is named first: {"loss", "difference", "largest"} for every family and
+way of sharding, gradients compared with the mean of both rows' on one process.
+"""
+
+import copy
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.hub_cards.tiny_models import TINY_MODELS, LabelledPrompts
+
+ROWS = ([0, 1], [2])
+
+
+def rank_batches(processor):
+    prompts = LabelledPrompts(processor)
+    return [prompts.collate([prompts[row] for row in rows]) for rows in ROWS]
+
+
+def mean_gradients(model, batches):
+    for batch in batches:
+        (model(**batch).loss / len(batches)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def replicated(model):
+    return DistributedDataParallel(model)
+
+
+def sharded(model):
+    for name, part in model.named_modules():
+        if type(part).__name__ in model._no_split_modules or name.endswith(("multi_modal_projector", "aligner")):
+            fully_shard(part)
+    # As a unit of its own, the tower gathers what its layers leave: a rank that never calls it is missed at once.
+    fully_shard(model.model.vision_tower)
+    return fully_shard(model)
+
+
+def whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def measure(family, wrap):
+    model, processor = TINY_MODELS[family]()
+    model.train()
+    batches = rank_batches(processor)
+    expected = mean_gradients(copy.deepcopy(model), batches)
+    wrapped = wrap(model)
+    with torch.no_grad():
+        evaluated = wrapped(**batches[dist.get_rank()]).loss.item()
+    for _ in range(2):  # what the first step leaves undone, the second trips over
+        wrapped.zero_grad()
+        loss = wrapped(**batches[dist.get_rank()]).loss
+        loss.backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    return {
+        "evaluated": evaluated,
+        "loss": loss.item(),
+        "difference": max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()),
+        "largest": max(gradient.abs().max().item() for gradient in expected.values()),
+    }
+
+
+def main():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    torch.set_num_threads(1)
+    results = {
+        f"{family} {wrap.__name__}": measure(family, wrap) for family in TINY_MODELS for wrap in (replicated, sharded)
+    }
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
