@@ -78,8 +78,9 @@ for folder in (".", {str(link)!r}, {str(checkpoint) + os.sep!r}):
 
 
 SIZES = {
-    "lfm3_vl": [{"shortest_edge": 64, "longest_edge": 64}, {"shortest_edge": 64, "longest_edge": 144}],
-    "pixtral": [{"longest_edge": 32}, {"longest_edge": 16}],
+    "deepseek_v4_vl": [{"max_image_tokens": 64}, {"max_image_tokens": 32}],
+    "lfm3_vl": [{"size": {"shortest_edge": 64, "longest_edge": area}} for area in (64, 144)],
+    "pixtral": [{"size": {"longest_edge": edge}} for edge in (32, 16)],
 }
 
 
@@ -91,7 +92,7 @@ def test_a_pinned_revision_reaches_the_processor_and_its_code(family, tmp_path, 
     processor.save_pretrained(tmp_path / "processor")
     grids = []
     for (revision, commit), size in zip(COMMITS.items(), SIZES[family]):
-        sized = type(processor).from_pretrained(tmp_path / "processor", size=size)
+        sized = type(processor).from_pretrained(tmp_path / "processor", **size)
         grids.append(sized.image_processor(picture(40, 40), return_tensors="pt")["image_grid_thw"].tolist())
         (repository / "refs" / revision).write_text(commit)
         model.save_pretrained(repository / "snapshots" / commit)

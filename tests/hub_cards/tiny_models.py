@@ -82,7 +82,7 @@ def tiny_deepseek_v4_vl():
     return model, processor
 
 
-TINY_MODELS = {"lfm3_vl": tiny_lfm3_vl, "pixtral": tiny_pixtral}
+TINY_MODELS = {"deepseek_v4_vl": tiny_deepseek_v4_vl, "lfm3_vl": tiny_lfm3_vl, "pixtral": tiny_pixtral}
 
 
 def picture(height, width, seed=0):

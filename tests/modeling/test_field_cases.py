@@ -84,7 +84,7 @@ def test_patches_are_embedded_by_a_matrix_product(tower_and_inputs):
 
 def documented_targets(family):
     """The regular expressions in the README's table, by part."""
-    column = {"lfm3_vl": 2, "pixtral": 3}[family]
+    column = {"lfm3_vl": 2, "pixtral": 3, "deepseek_v4_vl": 4}[family]
     targets = {}
     for line in README.read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
@@ -97,18 +97,16 @@ def documented_targets(family):
 def test_documented_adapter_targets_hit_linear_layers_of_their_part_alone(family):
     model, _ = TINY_MODELS[family]()
     targets = documented_targets(family)
-    parts = {
-        "tower": "model.vision_tower.",
-        "projector": "model.multi_modal_projector.",
-        "text": "model.language_model.",
-    }
+    projector = "aligner" if family == "deepseek_v4_vl" else "multi_modal_projector"
+    parts = {"tower": "model.vision_tower.", "projector": f"model.{projector}.", "text": "model.language_model."}
     assert targets.keys() == parts.keys()
     for part, prefix in parts.items():
         hit = {name: module for name, module in model.named_modules() if re.fullmatch(targets[part], name)}
         assert hit and all(name.startswith(prefix) for name in hit)
         assert all(isinstance(module, torch.nn.Linear) for module in hit.values())
     in_text = [name for name, _ in model.named_modules() if re.fullmatch(targets["text"], name)]
-    assert {name.rsplit(".", 1)[1] for name in in_text} >= {"q_proj", "k_proj", "v_proj"}
+    attention = ("q_b_proj", "kv_proj") if family == "deepseek_v4_vl" else ("q_proj", "k_proj", "v_proj")
+    assert {name.rsplit(".", 1)[1] for name in in_text} >= {*attention}
 
 
 @families
