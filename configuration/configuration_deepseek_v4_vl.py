@@ -138,6 +138,8 @@ class DeepseekV4VlConfig(SavesItsCode, DeepseekV4Config):
 
     keys_to_ignore_at_inference = ["cache", "image_outputs"]  # a Trainer would gather them for every evaluated row
     sub_configs_defaults = {"vision_config": DeepseekV4VisionConfig}
+    # What else balances experts (TRL's trainers) asks for their number by the name that most families have.
+    attribute_map = DeepseekV4Config.attribute_map | {"num_experts": "n_routed_experts"}
     # The plans are those of the text model, which is one part of this model: its class holds them.
     base_model_tp_plan = base_model_ep_plan = base_model_pp_plan = None
     hub_classes: ClassVar[dict] = {
@@ -192,6 +194,18 @@ class DeepseekV4VlConfig(SavesItsCode, DeepseekV4Config):
         fields |= {flat: vision[name] for flat, name in FLAT_FIELDS.items()}
         if fields.get("architectures"):
             fields["architectures"] = ["DeepseekV4ForCausalLM"]
+        return fields
+
+    def to_diff_dict(self):
+        """As transformers', what is saved; layers that route by token are counted, as published, where they stand first.
+
+        A Trainer that resumes reads the file as any model's and would refuse the names of these layers.
+        """
+        fields = super().to_diff_dict()
+        hashed = self.mlp_layer_types.count("hash_moe")
+        if "hash_moe" not in self.mlp_layer_types[hashed:]:
+            fields |= {"num_hash_layers": hashed}
+            fields.pop("mlp_layer_types", None)
         return fields
 
     @classmethod

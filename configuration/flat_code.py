@@ -5,6 +5,7 @@ The package keeps its modules in rooms. Here the one form becomes the other, whe
 ours is saved: by `save_pretrained`, by every Trainer checkpoint, by `push_to_hub`, by `gridtower export`.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -36,9 +37,16 @@ def flat_code(modules: list[str]) -> dict[str, str]:
 
 
 def write_code(folder: Path, parts: list) -> None:
-    """Write into `folder` the flat code that the `hub_classes` of `parts` need."""
-    modules = [reference.split(".")[0] for part in parts for reference in part.hub_classes.values()]
-    for name, text in flat_code(modules).items():
+    """Write into `folder` the flat code that the `hub_classes` of `parts` need, and what its `config.json` names.
+
+    While a Trainer trains it pushes a folder into which it copied a checkpoint's `config.json` and saved the processor.
+    """
+    references = [reference for part in parts for reference in part.hub_classes.values()]
+    if (folder / "config.json").is_file():
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        references += [named for named in (fields.get("auto_map") or {}).values() if isinstance(named, str)]
+    modules = {reference.split(".")[0] for reference in references}
+    for name, text in flat_code([module for module in modules if module.isidentifier()]).items():
         (folder / name).write_text(text, encoding="utf-8")
 
 

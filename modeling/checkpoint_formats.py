@@ -1,7 +1,16 @@
 """Tensor names of the published checkpoints, as transformers' conversion mapping: renamed on load, reversed on save."""
 
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from copy import deepcopy
+
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 # transformers renamed these three. Whole words only, so that no longer name is caught; the assertions are a form that
 # transformers can reverse.
@@ -74,6 +83,38 @@ DEEPSEEK_V4_TEXT = [
     ),
     WeightConverter(r"\.experts.*.w2.weight", r"\.experts.down_proj", operations=[MergeModulelist(dim=0)]),
 ]
+
+
+class ReadsPublishedNames:
+    """First base of our models: `load_state_dict` takes what `save_pretrained` wrote.
+
+    `Trainer` loads this way, without any mapping and not strictly, where it resumes and where it takes the best model back;
+    under the published names it would load nothing and say so in a warning alone.
+    """
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """torch's, for tensors under our names or the published ones; those of one expert list must come together."""
+        own = self.state_dict()
+        if not state_dict.keys() <= own.keys():
+            state_dict = self._under_own_names(state_dict, own)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _under_own_names(self, state_dict, own):
+        mapping = get_model_conversion_mapping(self)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        renamed, collected = {}, {}
+        # In natural order, because lists of experts are stacked as they come.
+        for name in sorted(state_dict, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, self.base_model_prefix, own)
+            if pattern is None:
+                renamed[name if name in own and target not in own else target] = state_dict[name]
+                continue
+            converter = next(entry for entry in converters if pattern in entry.source_patterns)
+            collected.setdefault(target, deepcopy(converter)).add_tensor(target, name, pattern, state_dict[name])
+        for target, converter in collected.items():
+            renamed |= converter.convert(target, model=self, config=self.config)
+        return renamed
 
 
 def register_checkpoint_formats() -> None:

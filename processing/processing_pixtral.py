@@ -29,7 +29,8 @@ _TURNS = (
     "{{ bos_token }}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}@SYSTEM_TURN@"
     "{%- elif message.role == 'user' -%}[INST]@OPENING@{{ show(message.content) }}[/INST]"
-    "{%- elif message.role == 'assistant' -%}{{ show(message.content) }}{{ eos_token }}"
+    "{%- elif message.role == 'assistant' -%}"
+    "{%- generation -%}{{ show(message.content) }}{{ eos_token }}{%- endgeneration -%}"
     "{%- else -%}{{ raise_exception('role ' ~ message.role ~ '; give system, user and assistant') }}{%- endif -%}"
     "{%- endfor -%}"
 )
