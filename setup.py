@@ -19,7 +19,7 @@ setup(
         "tqdm>=4.60",
     ],
     extras_require={
-        "train": ["peft>=0.17", "trl>=1.0", "scikit-learn>=1.4"],
+        "train": ["peft>=0.17", "trl>=1.0", "scikit-learn>=1.4", "tensorboard>=2.14", "pyyaml>=6.0"],
         "test": [
             "pytest>=8.0",
             "hypothesis>=6.100",

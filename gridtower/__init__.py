@@ -112,8 +112,12 @@ def _register_family(
     models: tuple[str, ...], tower: str, processor: str, image_processor: str, video_processor: str | None
 ) -> None:
     import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     here = __getattr__
+    # AutoProcessor finds a saved processor by the name of its class, and among its own before those registered.
+    for model_type in [key for key, name in PROCESSOR_MAPPING_NAMES.items() if name == processor]:
+        del PROCESSOR_MAPPING_NAMES[model_type]
     backends = {"torchvision": here(image_processor), "pil": here(f"{image_processor}Pil")}
     for config in map(here, (*models, tower)):
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -368,12 +368,8 @@ def _with_adapters(model: nn.Module, parts: dict[str, Part], targets: dict[str, 
 
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in learning]
     tied = _tied(model)
-    copied, inside = [], set()
-    for name in _whole_modules(model, "", learning, tied):
-        own = set(model.get_submodule(name).parameters())
-        if not own <= inside:  # what is tied to another is left to PEFT, which ties the copies
-            copied.append(name)
-            inside |= own
+    copied = list(_whole_modules(model, "", learning, tied))
+    inside = {parameter for name in copied for parameter in model.get_submodule(name).parameters()}
     first = parts[next(iter(targets))]
     config = LoraConfig(
         target_modules="|".join(f"(?:{pattern})" for pattern in targets.values()),

@@ -8,7 +8,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import gridtower
 
-from ..hub_cards.tiny_models import DEEPSEEK_V4_TEXT, tiny_deepseek_v4_vl
+from ..hub_cards.tiny_models import DEEPSEEK_V4_TEXT, TINY_MODELS, tiny_deepseek_v4_vl
 
 
 def run(code: str) -> str:
@@ -65,6 +65,23 @@ for name in ("Lfm3VlConfig", "PixtralConfig", "PixtralLlavaConfig", "PixtralMixe
         "Lfm3VlForConditionalGeneration", "PixtralForConditionalGeneration", "PixtralLlavaForConditionalGeneration",
         "PixtralMixedForConditionalGeneration", "DeepseekV4ForConditionalGeneration",
     ]  # fmt: skip
+
+
+def test_after_register_a_saved_processor_comes_back_as_ours(tmp_path):
+    for family, make in TINY_MODELS.items():
+        make()[1].save_pretrained(tmp_path / family)
+    printed = run(
+        f"""
+import gridtower, transformers
+gridtower.register()
+for family in {list(TINY_MODELS)!r}:
+    joint = transformers.AutoProcessor.from_pretrained({str(tmp_path)!r} + "/" + family)
+    images = transformers.AutoImageProcessor.from_pretrained({str(tmp_path)!r} + "/" + family)
+    for one in (joint, joint.image_processor, images):
+        print(type(one).__module__.split(".")[0])
+"""
+    )
+    assert printed.split() == ["gridtower"] * 9
 
 
 def test_after_register_a_text_only_deepseek_v4_folder_is_transformers_own_and_one_with_a_tower_ours(tmp_path):

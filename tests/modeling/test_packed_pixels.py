@@ -15,7 +15,9 @@ families = pytest.mark.parametrize("family", TINY_MODELS)
 def replicate(monkeypatch):
     """torch's own replication for two devices; copying to them, which needs them, leaves tensors where they are."""
     module = importlib.import_module("torch.nn.parallel.replicate")
-    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * len(devices))
+    monkeypatch.setattr(
+        module, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * len(devices)
+    )
     return lambda network: module.replicate(network, [0, 1])
 
 

@@ -51,7 +51,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(family, tmp_path):
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     expected, found = (
-        {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log} for trainer in (whole, resumed)
+        {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+        for trainer in (whole, resumed)
     )
     assert found == pytest.approx(expected, abs=1e-6) and expected.keys() == {1, 2, 3, 4}
     assert_same_tensors(resumed.model.state_dict(), whole.model.state_dict())

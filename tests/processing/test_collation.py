@@ -349,7 +349,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_and_its_last_turn_lea
     _, collator = make("pixtral")
     # The system prompt opens the last of the user's turns, so every turn moves it.
     collator.processor.chat_template = EARLY_CHAT_TEMPLATE
-    with pytest.raises(ValueError, match=r"row 0 of the batch: the chat template rewrites the first 3 messages .*'last_turn'"):
+    with pytest.raises(
+        ValueError, match=r"row 0 of the batch: the chat template rewrites the first 3 messages .*'last_turn'"
+    ):
         collator([LONG])
     last = ConversationCollator(collator.processor, learn_from="last_turn")
     assert learned(last, last([LONG])) == "Third</s>"
