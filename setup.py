@@ -26,6 +26,7 @@ setup(
             "parameterized>=0.9",
             "scikit-learn>=1.4",
             "peft>=0.17",
+            "trl>=1.0",
             "ruff>=0.6",
         ],
     },
