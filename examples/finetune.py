@@ -46,10 +46,9 @@ def read_settings(path: Path, overrides: list[str]) -> dict:
     settings = yaml.safe_load(path.read_text()) or {}
     for override in overrides:
         place, separator, value = override.partition("=")
-        section, _, key = place.partition(".")
-        if not separator or not key:
+        if not separator:
             raise ValueError(f"{override!r} overrides nothing; write section.key=value")
-        *path_to, last = [section, *key.split(".")]
+        *path_to, last = place.split(".")
         holder = settings
         for step in path_to:
             holder = holder.setdefault(step, {})
