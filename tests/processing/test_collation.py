@@ -145,6 +145,12 @@ def test_an_image_url_may_be_a_string_or_an_object():
         assert as_messages(row)[1] == [URL]
 
 
+def test_a_column_of_undecoded_images_gives_bytes_before_names():
+    row = {"messages": [{"role": "user", "content": "<image><image>"}]}
+    images = [{"bytes": b"encoded", "path": "a.png"}, {"bytes": None, "path": "b.png"}]
+    assert as_messages(row | {"images": images})[1] == [b"encoded", "b.png"]
+
+
 def test_marks_stand_anywhere_and_take_one_newline_with_them():
     value = "Before\n<image>\n<video>\n\nbetween <image> after\n"
     row = {"conversations": [{"from": "human", "value": value}], "images": ["a.png", "b.png"], "video": "c.mp4"}
@@ -314,6 +320,18 @@ def test_turns_of_the_assistant_may_open_the_conversation_follow_each_other_and_
     _, end = collator.processor.tokenizer, collator.processor.tokenizer.eos_token
     around = PLACES.get(family, collator.processor.image_token).split(collator.processor.image_token)
     assert learned(collator, collator([row])) == f"Welcome{end}See {''.join(around)}there{end}Well?{end}"
+
+
+@families
+def test_turns_that_touch_images_end_and_begin_with_them(family):
+    _, collator = make(family)
+    processor = collator.processor
+    processor.chat_template = PARTS.replace("IMAGE", processor.image_token) + (
+        "{% for message in messages %}{{ show(message.content) }}{% endfor %}"
+    )
+    shown = {"role": "assistant", "content": [as_part(picture(8, 8)), as_part("that")]}
+    row = {"messages": [user("Show", picture(16, 8)), answer("this"), user("and", picture(8, 8)), shown]}
+    assert learned(collator, collator([row])) == "thisthat"
 
 
 @families
