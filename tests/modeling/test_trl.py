@@ -11,8 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from torch.nn import functional as F
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from gridtower.modeling.trainable_parts import LORA_TARGETS
+from gridtower.processing import processing_deepseek_v4_vl, processing_pixtral
 
 from ..hub_cards.tiny_models import TINY_MODELS, picture, trainer_settings
 from ..processing.test_collation import PLACES
@@ -274,6 +276,22 @@ def test_rows_of_text_alone_train_with_the_processor(family, tmp_path):
     learnt = f"None!{processor.tokenizer.eos_token}"
     assert learned(processor, run.batch) == [learnt, learnt * 2]
     assert run.loss == pytest.approx(run.expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, template",
+    [
+        ("deepseek_v4_vl", processing_deepseek_v4_vl.CHAT_TEMPLATE),
+        ("pixtral", processing_pixtral.CHAT_TEMPLATE),
+        ("pixtral", processing_pixtral.EARLY_CHAT_TEMPLATE),
+    ],
+)
+def test_templates_that_come_with_a_processor_mark_the_answers(family, template):
+    _, processor = make(family)
+    collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=template)
+    eos = processor.tokenizer.eos_token
+    answers = [f"{text}{eos}" for text in (ANSWERS[0], ANSWERS[1], f"{ANSWERS[2]}{eos}No.")]
+    assert learned(processor, collator(list(mixed_conversations()))) == sorted(answers)
 
 
 @families
