@@ -116,10 +116,15 @@ class Finetuner(Trainer):
                 edits = edit_distance(text, reference)
                 sums += torch.tensor([1, text == reference, edits, len(reference)]).to(sums)
         count, exact, edits, characters = self.accelerator.reduce(sums).tolist()
-        return {f"{prefix}_exact_match": exact / count, f"{prefix}_character_error_rate": edits / max(characters, 1)}
+        return {
+            f"{prefix}_exact_match": exact / max(count, 1),
+            f"{prefix}_character_error_rate": edits / max(characters, 1),
+        }
 
     def write(self, rows):
         inputs, references = self.data_collator.prompts(rows)
+        if not references:  # all were left out
+            return [], []
         inputs = self._prepare_inputs(inputs)
         length = inputs["input_ids"].shape[1]
         options = {"max_new_tokens": self.generation.get("max_new_tokens", 64), "do_sample": False}
