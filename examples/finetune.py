@@ -151,19 +151,21 @@ def show_row(collator, row):
     print("".join(f"{green}{text}{plain}" if learned else text for text, learned in runs))
 
 
-def token_statistics(collator, rows: list[dict], most: int = 256) -> str:
+def counts_of(collator, row) -> tuple[int, int, int]:
+    """Tokens of a row, those of them that are learned, and patches."""
+    batch = collator([row])
+    patches = sum(len(batch[name]) for name in ("pixel_values", "pixel_values_videos") if name in batch)
+    return batch["input_ids"].shape[1], (batch["labels"] != -100).sum().item(), patches
+
+
+def token_statistics(counts: list[tuple[int, int, int]]) -> str:
     """Lengths of rows, and the shares of tokens that are learned."""
-    lengths, learned, patches = [], 0, 0
-    for row in rows[:: max(1, len(rows) // most)]:
-        batch = collator([row])
-        lengths.append(batch["input_ids"].shape[1])
-        learned += (batch["labels"] != -100).sum().item()
-        patches += sum(len(batch[name]) for name in ("pixel_values", "pixel_values_videos") if name in batch)
+    lengths, learned, patches = zip(*counts)
     quantiles = statistics.quantiles(lengths, n=20) if len(lengths) > 1 else lengths * 19
     return (
-        f"{len(lengths)} of {len(rows)} rows: {min(lengths)} to {max(lengths)} tokens, median {quantiles[9]:.0f}, "
-        f"95 % up to {quantiles[18]:.0f}; {learned / sum(lengths):.1%} learned; {patches / len(lengths):.0f} patches a row; "
-        f"left out: {collator.skipped}"
+        f"{min(lengths)} to {max(lengths)} tokens, median {quantiles[9]:.0f}, "
+        f"95 % up to {quantiles[18]:.0f}; {sum(learned) / sum(lengths):.1%} learned; "
+        f"{sum(patches) / len(lengths):.0f} patches a row"
     )
 
 
@@ -196,8 +198,11 @@ def memory_estimate(model, batch, states_per_parameter: int = 2) -> dict[str, in
 
 def dry_run(model, collator, rows, batch_size: int):
     show_row(collator, rows[0])
-    print("\n" + token_statistics(collator, rows))
-    longest = sorted(rows[:256], key=lambda row: collator([row])["input_ids"].shape[1])[-batch_size:]
+    sample = rows[:: max(1, len(rows) // 256)]
+    counts = [counts_of(collator, row) for row in sample]
+    print(f"\n{len(sample)} of {len(rows)} rows: {token_statistics(counts)}; left out: {collator.skipped}")
+    by_length = sorted(range(len(sample)), key=lambda index: counts[index])
+    longest = [sample[index] for index in by_length[-batch_size:]]
     batch = {
         name: value.to(model.device) if torch.is_tensor(value) else value for name, value in collator(longest).items()
     }

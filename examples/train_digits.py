@@ -1,8 +1,7 @@
 """Train a small model from scratch to read handwritten numbers, with transformers' `Trainer`, on two CPU cores.
 
 Writes the folder that `from_pretrained` loads, and prints how many whole numbers it reads right that are written with
-scans no training picture shows. Usage: `torchrun --nproc-per-node 2 examples/train_digits.py --output DIR`; two processes
-of one thread learn half as fast again as one of two threads.
+scans no training picture shows. Usage: `torchrun --nproc-per-node 2 examples/train_digits.py --output DIR`.
 """
 
 import argparse

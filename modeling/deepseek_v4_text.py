@@ -114,7 +114,8 @@ class CompressesSequencesApart:
 
     def _compressed(self, hidden_states, q_residual, position_ids, cache, layer_idx):
         states = getattr(cache.layers[layer_idx], "row_states", None) if cache is not None else None
-        if states is None and not (position_ids[:, 0] < 0).any() and not (position_ids[:, 1:] == 0).any():
+        # One value, for each is read back from the device.
+        if states is None and not ((position_ids[:, 0] < 0).any() | (position_ids[:, 1:] == 0).any()):
             return super().forward(hidden_states, q_residual, position_ids, cache, layer_idx)
         position_ids = position_ids.expand(len(hidden_states), -1)
         parts = []

@@ -414,7 +414,7 @@ class DeepseekV4ForConditionalGeneration(DeepseekV4VlPreTrainedModel, Generation
 
     LoRA targets for PEFT, as regular expressions over module names: the tower's attention
     `.*vision_tower.*\\.(wqkv|wo)`, the aligner `.*aligner\\.w[12]`, the text model's attention
-    `.*language_model.*\\.self_attn\\.(q_a_proj|q_b_proj|kv_proj|o_b_proj)`.
+    `.*self_attn\\.(q_a_proj|q_b_proj|kv_proj|o_b_proj)`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}

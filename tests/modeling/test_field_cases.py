@@ -1,7 +1,6 @@
 """What has broken elsewhere in the use of such models: kernels, precision, adapters, quantisation, generation."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from gridtower.configuration.configuration_lfm3_vl import Lfm3VlVisionConfig
 from gridtower.modeling.modeling_lfm3_vl import Lfm3VlVisionModel
+from gridtower.modeling.trainable_parts import LORA_TARGETS
 
 from ..hub_cards.tiny_models import TINY_MODELS
 from .lfm3_vl_cases import ATTENTION, tower_fields
@@ -19,7 +19,6 @@ from .varlen_reference import NAME as VARLEN
 from .varlen_reference import use_backend
 
 families = pytest.mark.parametrize("family", TINY_MODELS)
-README = Path(__file__).parents[2] / "README.md"
 
 
 # Pixtral under a variable-length kernel; tests/modeling/test_modeling_lfm3_vl.py has the same for LFM3-VL
@@ -82,21 +81,10 @@ def test_patches_are_embedded_by_a_matrix_product(tower_and_inputs):
 # Adapters and quantisation
 
 
-def documented_targets(family):
-    """The regular expressions in the README's table, by part."""
-    column = {"lfm3_vl": 2, "pixtral": 3, "deepseek_v4_vl": 4}[family]
-    targets = {}
-    for line in README.read_text().splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
-        if cells[1:2] and cells[1] in ("tower", "projector", "text") and len(cells) == 6:
-            targets[cells[1]] = cells[column].strip("`").replace(r"\|", "|")
-    return targets
-
-
 @families
 def test_documented_adapter_targets_hit_linear_layers_of_their_part_alone(family):
     model, _ = TINY_MODELS[family]()
-    targets = documented_targets(family)
+    targets = LORA_TARGETS[family]  # the README's, as tests/modeling/test_trainable_parts.py compares
     projector = "aligner" if family == "deepseek_v4_vl" else "multi_modal_projector"
     parts = {"tower": "model.vision_tower.", "projector": f"model.{projector}.", "text": "model.language_model."}
     assert targets.keys() == parts.keys()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from gridtower.processing.collation import packed
+
 from ..hub_cards.tiny_models import TINY_MODELS, LabelledPrompts
 
 
@@ -11,23 +13,12 @@ def single_rows(processor):
     return [prompts.collate([prompts[index]]) for index in range(len(prompts))]
 
 
-def packed(rows):
-    """The rows one after the other, as `ConversationCollator(packing=True)` gives them."""
-    lengths = [row["input_ids"].shape[1] for row in rows]
-    joined = {name: torch.cat([row[name] for row in rows], dim=1) for name in ("input_ids", "labels")}
-    joined["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    joined["seq_idx"] = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None].int()
-    for name in ("pixel_values", "image_grid_thw"):
-        joined[name] = torch.cat([row[name] for row in rows if name in row])
-    return joined, lengths
-
-
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_packed_rows_give_the_logits_losses_and_gradients_of_the_rows_alone(family):
     model, processor = TINY_MODELS[family]()
     model.train()
     rows = single_rows(processor)
-    batch, lengths = packed(rows)
+    batch, lengths = packed(rows), [row["input_ids"].shape[1] for row in rows]
     count = (batch["labels"] != -100).sum()
 
     alone = [model(**row, num_items_in_batch=count) for row in rows]
@@ -48,7 +39,7 @@ def test_packed_rows_give_the_logits_losses_and_gradients_of_the_rows_alone(fami
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_packed_rows_are_never_cached(family):
     model, processor = TINY_MODELS[family]()
-    batch, _ = packed(single_rows(processor))
+    batch = packed(single_rows(processor))
     assert model(**batch).cache is None
     with pytest.raises(ValueError, match="can't be cached; pass use_cache=False"):
         model(**batch, use_cache=True)
