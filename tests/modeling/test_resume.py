@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from ..hub_cards.tiny_models import TINY_MODELS, LabelledPrompts, trainer_settings
-from .test_field_cases import documented_targets
 from .test_trainer import families, make_trainer
 
 REPOSITORY = "someone/My.Model-v1.0"
@@ -60,7 +59,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(family, tmp_path):
 
 @families
 def test_a_run_with_adapters_resumes_as_well(family, tmp_path):
-    targets = "|".join(documented_targets(family).values())
+    targets = "|".join(LORA_TARGETS[family].values())
     settings = {"max_steps": 2, "optim": "adamw_torch", "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
     losses = []
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
@@ -233,7 +232,7 @@ def test_an_adapter_computes_the_same_alone_and_merged(family, tmp_path):
     model, processor = TINY_MODELS[family]()
     model.save_pretrained(tmp_path / "base")
     batch = whole_batch(LabelledPrompts(processor))
-    targets = "|".join(documented_targets(family).values())
+    targets = "|".join(LORA_TARGETS[family].values())
     with torch.no_grad():
         base = model(**batch).logits
         tuned = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
