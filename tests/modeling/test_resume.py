@@ -14,6 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+from gridtower.modeling.trainable_parts import LORA_TARGETS
+
 from ..hub_cards.tiny_models import TINY_MODELS, LabelledPrompts, trainer_settings
 from .test_trainer import families, make_trainer
 
