@@ -72,7 +72,8 @@ CURRICULUM = (
     Stage(0.08, (1, 2), 1.0, 20, 112**2),
     Stage(0.20, (1, 2, 3, 4), 1.0, 40, 112**2),
     Stage(0.24, (1, 2, 3, 4, 5, 6), 1.0, LARGEST_MARGIN, 112**2),
-    Stage(0.38, (1, 2, 3, 4, 5, 6), 1.0, LARGEST_MARGIN, None),
+    # Long numbers show more digits for hardly more patches.
+    Stage(0.38, (1, 2, 3, 4, 4, 5, 5, 6, 6), 1.0, LARGEST_MARGIN, None),
 )
 LONGEST_ANSWER = 32
 # About one over the root of the width. The usual 0.02 is made for wide models: here it would leave the gated

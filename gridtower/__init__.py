@@ -55,6 +55,7 @@ _PUBLIC = {
     "processing.image_processing_deepseek_v4_vl": ["DeepseekV4ImageProcessor", "DeepseekV4ImageProcessorPil"],
     "processing.processing_deepseek_v4_vl": ["DeepseekV4Processor"],
     "processing.collation": ["ConversationCollator", "as_messages", "labelled_text", "read_conversations"],
+    "modeling.cuda_graphs": ["GraphedTower"],
     "modeling.trainable_parts": ["QUANTIZATION_SKIPS", "Part", "parameter_groups", "parts_summary", "prepare_parts"],
     "hub_cards.export": ["export"],
 }

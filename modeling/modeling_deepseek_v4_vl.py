@@ -4,8 +4,6 @@ Architecture, names and numbers: the checkpoint DeepSeek-V4-Flash-Vision-Exp. Wh
 `deepseek_v4_text`.
 """
 
-from itertools import groupby
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,22 +21,19 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import load_balancing_
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import (
-    accepts_precomputed_kwargs,
-    is_flash_attention_requested,
-    merge_with_config_defaults,
-)
+from transformers.utils.generic import accepts_precomputed_kwargs, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VisionConfig, DeepseekV4VlConfig
 from .checkpoint_formats import register_checkpoint_formats
 from .deepseek_v4_text import DeepseekV4VlPreTrainedModel, DeepseekV4VlTextModel
 from .packed_attention import eager_attention, packed_attention
+from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
-from .patch_grids import PatchGrids, checked_grid, covering_blocks
+from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, covering_blocks
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, axial_rotary, learns, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, rotate
 
 register_checkpoint_formats()
 
@@ -70,13 +65,13 @@ class DeepseekV4VisionAttention(nn.Module):
         self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, segments, **kwargs):
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
         # three of (num_patches, num_heads, head_dim)
         query, key, value = self.wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         attended, weights = packed_attention(
-            interface, self, query, key, value, segments=segments, cu_seqlens=cu_seqlens, **kwargs
+            interface, self, query, key, value, segments=frames.segments, cu_seqlens=cu_seqlens, **kwargs
         )
         return self.wo(attended), weights
 
@@ -99,18 +94,20 @@ class DeepseekV4VisionBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: DeepseekV4VisionConfig):
         super().__init__()
+        self.config = config
         self.norm1 = RMSNorm(config.hidden_size, _NORM_EPS, torch.float32)
         self.attn = DeepseekV4VisionAttention(config)
         self.norm2 = RMSNorm(config.hidden_size, _NORM_EPS, torch.float32)
         self.mlp = DeepseekV4VisionMLP(config)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, segments, **kwargs):
-        attended, _ = self.attn(self.norm1(hidden_states), cos, sin, cu_seqlens, segments, **kwargs)
+    @group_by_group
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
+        attended, _ = self.attn(self.norm1(hidden_states), cos, sin, cu_seqlens, frames, **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.norm2(hidden_states))
 
 
-class DeepseekV4VisionModel(TakesPackedPixels, PreTrainedModel):
+class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, PreTrainedModel):
     """The DeepSeek-V4 tower over any number of images of any size."""
 
     config: DeepseekV4VisionConfig
@@ -164,62 +161,25 @@ class DeepseekV4VisionModel(TakesPackedPixels, PreTrainedModel):
         if (grid_thw is None) == (image_grid_thw is None):
             raise ValueError("Pass the grids once, as grid_thw: (num_images, 3), in patches.")
         grid_thw = image_grid_thw if grid_thw is None else grid_thw
-        self._check_patches(pixel_values)
+        self.check_patches(pixel_values)
         patches = pixel_values.to(self.patch_embed.proj.weight.device)
         grids = PatchGrids(grid_thw, 1, len(patches), patches.device)
-        cos, sin = axial_rotary(grids.tower_positions(kwargs), self.config.rope_theta, self.config.head_dim)
+        cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, patches)):
             outputs = self._encode(
-                grids.enter(patches), cos, sin, cu_seqlens, grids.frames.segments, max_seqlen=max_seqlen, **kwargs
+                grids.enter(patches), cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs
             )
         return grids.leave_outputs(outputs)
 
-    def packed_metadata(self, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All that the tower and the aligner need to know of `grid_thw`, as tensors of the tower's device.
+    def rotary(self, positions):
+        return axial_rotary(positions, self.config.rope_theta, self.config.head_dim)
 
-        Returns:
-            `cos`, `sin` (num_patches, head_dim // 2), float32; `cu_seqlens` (num_images + 1,), int32; `max_seqlen` (),
-            int32, on the CPU, where kernels read it; `merge_index` and `merge_mask` (num_tokens, downsample_ratio**2),
-            for the aligner. Everything is in the order of the input.
-        """
-        device, grid = self.patch_embed.proj.weight.device, checked_grid(grid_thw, 1)
-        grids = PatchGrids(grid_thw, 1, None, device)
-        positions = grids.leave(grids.tower_positions({}))
-        cos, sin = axial_rotary(positions, self.config.rope_theta, self.config.head_dim)
-        lengths = torch.tensor([0] + [rows * cols for steps, rows, cols in grid for _ in range(steps)])
+    def more_metadata(self, grid, device):
         index, mask = covering_blocks(grid, self.config.downsample_ratio, device)
-        return {
-            "cos": cos,
-            "sin": sin,
-            "cu_seqlens": lengths.cumsum(0, dtype=torch.int32).to(device),
-            "max_seqlen": lengths.max().int(),
-            "merge_index": index,
-            "merge_mask": mask,
-        }
+        return {"merge_index": index, "merge_mask": mask}
 
-    def forward_packed(
-        self,
-        pixel_values: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: torch.Tensor | int,
-    ) -> torch.Tensor:
-        """As `forward`, from the tensors of [`packed_metadata`] alone: (num_patches, hidden_size).
-
-        Under a flash backend nothing is read back from the device, so a CUDA graph may capture it, and replay it for
-        other grids of as many patches and no longer images. Other backends read `cu_seqlens`.
-        """
-        self._check_patches(pixel_values)
-        segments = ()
-        if not is_flash_attention_requested(self.config):
-            lengths = cu_seqlens.diff().tolist()
-            segments = tuple((len(list(run)), length) for length, run in groupby(lengths))
-        outputs = self._encode(pixel_values, cos, sin, cu_seqlens, segments, max_seqlen=int(max_seqlen))
-        return outputs.last_hidden_state
-
-    def _check_patches(self, pixel_values):
+    def check_patches(self, pixel_values):
         if pixel_values.ndim != 2 or pixel_values.shape[1] != self.config.patch_dim:
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; give (num_patches, {self.config.patch_dim}), each row "

@@ -26,11 +26,12 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_lfm3_vl import Lfm3VlConfig, Lfm3VlVisionConfig
 from .checkpoint_formats import ReadsPublishedNames, register_checkpoint_formats
 from .packed_attention import eager_attention, packed_attention
+from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed, run_sequences_apart
-from .patch_grids import PackedFrames, PatchGrids
+from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, neighbouring_patches
 from .placeholders import in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, axial_rotary, learns, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, rotate
 
 register_checkpoint_formats()
 
@@ -53,7 +54,7 @@ class Lfm3VlVisionAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
         # (num_patches, num_heads, head_dim)
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -78,15 +79,30 @@ class Lfm3VlVisionConv(nn.Module):
         self.spatial_conv = nn.Conv2d(size, size, kernel, padding=kernel // 2, groups=size, bias=False)
         self.out_proj = nn.Linear(size, size, bias=False)
 
-    def forward(self, hidden_states, frames: PackedFrames):
+    def forward(self, hidden_states, frames: PackedFrames | UnseenFrames):
         gate_in, gate_out, values = self.in_proj(hidden_states).chunk(3, dim=-1)
         gated = gate_in * values
+        mixed = self.over_grids(gated, frames) if frames.neighbours is None else self.gathered(gated, frames)
+        return self.out_proj(gate_out * mixed)
+
+    def over_grids(self, patches, frames: PackedFrames):
+        """(num_patches, channels): one convolution for each stretch of frames of one shape."""
         convolved = []
-        for (count, rows, cols), patches in zip(frames.runs, gated.split([n * r * c for n, r, c in frames.runs])):
+        for (count, rows, cols), run in zip(frames.runs, patches.split([n * r * c for n, r, c in frames.runs])):
             # (count, channels, rows, cols), channels last in memory: a view of raster order
-            grid = patches.view(count, rows, cols, -1).permute(0, 3, 1, 2)
+            grid = run.view(count, rows, cols, -1).permute(0, 3, 1, 2)
             convolved.append(self.spatial_conv(grid).permute(0, 2, 3, 1).reshape(count * rows * cols, -1))
-        return self.out_proj(gate_out * torch.cat(convolved))
+        return convolved[0] if len(convolved) == 1 else torch.cat(convolved)
+
+    def gathered(self, patches, frames: UnseenFrames):
+        """The same as one expression of tensors, whatever the shapes: each place of the window picks its neighbours."""
+        # Index 0 picks zeros.
+        bordered = F.pad(patches, (0, 0, 1, 0))
+        weights = self.spatial_conv.weight.flatten(1).unbind(1)
+        places = frames.neighbours.unbind(1)
+        return sum(bordered[place].float() * weight.float() for place, weight in zip(places, weights)).to(
+            patches.dtype
+        )
 
 
 class Lfm3VlVisionMLP(nn.Module):
@@ -107,6 +123,7 @@ class Lfm3VlVisionLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: Lfm3VlVisionConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.operator_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if config.layer_types[layer_idx] == "full_attention":
             self.self_attn = Lfm3VlVisionAttention(config)
@@ -115,7 +132,8 @@ class Lfm3VlVisionLayer(GradientCheckpointingLayer):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = Lfm3VlVisionMLP(config)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+    @group_by_group
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
         normed = self.operator_norm(hidden_states)
         if hasattr(self, "self_attn"):
             mixed, _ = self.self_attn(normed, cos, sin, cu_seqlens, frames, **kwargs)
@@ -138,12 +156,13 @@ class Lfm3VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedMo
     _can_compile_fullgraph = True
 
 
-class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
+class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
     """The LFM3-VL tower over the packed patches of any number of images and videos of any size."""
 
     config: Lfm3VlVisionConfig
     main_input_name = "pixel_values"
     input_modalities = ("image", "video")
+    packed_inputs = (*RunsFromMetadata.packed_inputs, "neighbours")
     _input_embed_layer = "patch_embed"
     _can_record_outputs = {"hidden_states": Lfm3VlVisionLayer, "attentions": Lfm3VlVisionAttention}
 
@@ -181,28 +200,36 @@ class Lfm3VlVisionModel(Lfm3VlPreTrainedModel):
         Raises:
             ValueError: shapes or grids that do not fit together, or that the merge size does not divide.
         """
+        self.check_patches(pixel_values)
+        if (grid_thw is None) == (image_grid_thw is None):
+            raise ValueError("Pass the grids once, as grid_thw: (number of images or videos, 3), in patches.")
+        grid_thw = image_grid_thw if grid_thw is None else grid_thw
+        grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
+        cos, sin = self.rotary(grids.tower_positions(kwargs))
+        cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
+        pixel_values = grids.enter(pixel_values)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, pixel_values)):
+            outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
+        return grids.leave_outputs(outputs)
+
+    def rotary(self, positions):
+        return axial_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
+
+    def more_metadata(self, grid, device):
+        kernel = self.config.conv_kernel_size
+        return {"neighbours": neighbouring_patches(grid, self.spatial_merge_size, kernel, device)}
+
+    def check_patches(self, pixel_values):
         if pixel_values.ndim != 2 or pixel_values.shape[1] != self.config.patch_dim:
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; give (num_patches, {self.config.patch_dim}), each "
                 f"row one patch of {self.config.in_channels} channels x {self.config.temporal_patch_size} frames x "
                 f"{self.config.patch_size} x {self.config.patch_size} pixels."
             )
-        if (grid_thw is None) == (image_grid_thw is None):
-            raise ValueError("Pass the grids once, as grid_thw: (number of images or videos, 3), in patches.")
-        grid_thw = image_grid_thw if grid_thw is None else grid_thw
-        grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
-        positions = grids.tower_positions(kwargs)
-        cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
-        cos, sin = axial_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
-
-        pixel_values = grids.enter(pixel_values.to(self.patch_embed.weight.dtype))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, pixel_values)):
-            outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
-        return grids.leave_outputs(outputs)
 
     @capture_outputs
-    def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
-        hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
+    def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
+        hidden_states = self.embedding_norm(self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype)))
         for layer in self.layers:
             hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states)

@@ -28,11 +28,12 @@ from .checkpoint_formats import ReadsPublishedNames, register_checkpoint_formats
 from .image_patches import patches_of_images
 from .native_pixtral import ReadsNativeFolders
 from .packed_attention import eager_attention, packed_attention
+from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
-from .patch_grids import PackedFrames, PatchGrids
+from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, alternating_rotary, learns, rotate
+from .vision_layers import RMSNorm, alternating_rotary, group_by_group, learns, rotate
 
 register_checkpoint_formats()
 
@@ -83,7 +84,7 @@ class PixtralVisionAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
         # (num_patches, num_heads, head_dim)
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
@@ -118,12 +119,14 @@ class PixtralVisionLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: PixtralVisionConfig):
         super().__init__()
+        self.config = config
         self.attention_norm = RMSNorm(config.hidden_size, _NORM_EPS)
         self.attention = PixtralVisionAttention(config)
         self.ffn_norm = RMSNorm(config.hidden_size, _NORM_EPS)
         self.feed_forward = PixtralVisionMLP(config)
 
-    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames, **kwargs):
+    @group_by_group
+    def forward(self, hidden_states, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
         attended, _ = self.attention(self.attention_norm(hidden_states), cos, sin, cu_seqlens, frames, **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
@@ -155,7 +158,7 @@ class PixtralPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedM
     _can_compile_fullgraph = True
 
 
-class PixtralVisionModel(PixtralPreTrainedModel):
+class PixtralVisionModel(RunsFromMetadata, PixtralPreTrainedModel):
     """The Pixtral tower over any number of images of any size."""
 
     config: PixtralVisionConfig
@@ -212,7 +215,7 @@ class PixtralVisionModel(PixtralPreTrainedModel):
                 raise ValueError("Pass the grids once, as grid_thw: (num_images, 3), in patches.")
             grid_thw = image_grid_thw
         if grid_thw is not None:
-            self._check_packed(pixel_values)
+            self.check_patches(pixel_values)
             return self._encode_packed(pixel_values, grid_thw, self.spatial_merge_size, **kwargs)
         patches, grid = patches_of_images(
             pixel_values, image_sizes, self.patch_size, self.config.num_channels, merge=1
@@ -223,7 +226,7 @@ class PixtralVisionModel(PixtralPreTrainedModel):
             outputs.hidden_states = tuple(None if state is None else state[None] for state in outputs.hidden_states)
         return outputs
 
-    def _check_packed(self, pixel_values):
+    def check_patches(self, pixel_values):
         shape = getattr(pixel_values, "shape", None)
         if shape is None or len(shape) != 2 or shape[1] != self.config.patch_dim:
             raise ValueError(
@@ -235,14 +238,16 @@ class PixtralVisionModel(PixtralPreTrainedModel):
     def _encode_packed(self, patches, grid_thw, merge: int, **kwargs):
         patches = patches.to(self.patch_conv.weight.device)
         grids = PatchGrids(grid_thw, merge, len(patches), patches.device)
-        theta = self.config.rope_parameters["rope_theta"]
-        cos, sin = alternating_rotary(grids.tower_positions(kwargs), theta, self.config.head_dim)
+        cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, patches)):
             outputs = self._encode(
                 grids.enter(patches), cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs
             )
         return grids.leave_outputs(outputs)
+
+    def rotary(self, positions):
+        return alternating_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
 
     @capture_outputs
     def _encode(self, patches, *args, **kwargs):

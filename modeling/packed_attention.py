@@ -4,10 +4,18 @@ Backends with variable-length kernels get `cu_seqlens`; all others get one batch
 equal length. Memory grows with the patches; no mask over the whole sequence exists.
 """
 
+from functools import partial
+from itertools import groupby
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import is_flash_attention_requested
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+    varlen_attn = None
 
 # Flash kernels are built for head widths in steps of this.
 _FLASH_HEAD_STEP = 16
@@ -20,7 +28,7 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    segments: tuple[tuple[int, int], ...],
+    segments: tuple[tuple[int, int], ...] | None,
     cu_seqlens: torch.Tensor,
     max_seqlen: int | None = None,
     dropout: float = 0.0,
@@ -34,9 +42,10 @@ def packed_attention(
         module: carries `config`, `num_key_value_groups` and `is_causal = False`, as transformers' backends expect.
         query: (num_patches, num_attention_heads, head_dim).
         key, value: (num_patches, num_key_value_heads, head_dim).
-        segments: (number of segments, length) for every stretch of equal lengths, in order.
+        segments: (number of segments, length) for every stretch of equal lengths, in order. None where only tensors
+            may be looked at: `sdpa` and the flash backends then go by `cu_seqlens` alone, in a graph of tensors.
         cu_seqlens: the same boundaries for variable-length kernels, (num_segments + 1,), int32.
-        max_seqlen: longest segment, where the caller knows it.
+        max_seqlen: longest segment, where the caller knows it; variable-length kernels need it without `segments`.
         dropout: share of the attention weights dropped.
         kwargs: passed on to the backend.
 
@@ -46,10 +55,19 @@ def packed_attention(
     """
     kwargs |= {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, "dropout": dropout, "is_causal": False}
     if is_flash_attention_requested(module.config):
-        max_seqlen = max(length for _, length in segments) if max_seqlen is None else max_seqlen
+        max_seqlen = max(length for _, length in segments) if max_seqlen is None else int(max_seqlen)
         kwargs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         kwargs |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
         return _flash_attention(interface, module, query, key, value, kwargs), None
+    if module.config._attn_implementation == "sdpa" and dropout == 0.0:
+        if max_seqlen is not None and has_varlen_kernel(query) and (segments is None or len(segments) > 1):
+            grouped = query.shape[1] != key.shape[1]
+            bounds = (cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
+            return varlen_attn(query, key, value, *bounds, enable_gqa=grouped).flatten(1), None
+        if segments is None and torch.compiler.is_compiling():
+            return _OPS.attend_segments(query, key, value, cu_seqlens).flatten(1), None
+    if segments is None:
+        segments = _stretches(cu_seqlens)
 
     outputs, maps, start = [], [], 0
     for count, length in segments:
@@ -74,6 +92,73 @@ def _flash_attention(interface, module, query, key, value, kwargs) -> torch.Tens
     packed = [F.pad(heads, (0, padding)).transpose(0, 1).unsqueeze(0) for heads in (query, key, value)]
     output, _ = interface(module, *packed, **kwargs)
     return output.reshape(len(query), -1, head_dim + padding)[..., :head_dim].reshape(len(query), -1)
+
+
+def has_varlen_kernel(states: torch.Tensor) -> bool:
+    """Whether PyTorch's own variable-length attention takes heads like these: one call for segments of any lengths."""
+    return varlen_attn is not None and states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
+
+
+def goes_by_tensors_alone(config, states: torch.Tensor) -> bool:
+    """Whether attention under `config`, on states like these, reads nothing back from the device."""
+    flash = is_flash_attention_requested(config)
+    return states.is_cuda and (flash or config._attn_implementation == "sdpa" and has_varlen_kernel(states))
+
+
+def _stretches(cu_seqlens: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """(number of segments, length) for every stretch of equal lengths, read back from the device."""
+    return tuple((len(list(run)), length) for length, run in groupby(cu_seqlens.diff().tolist()) if length > 0)
+
+
+def _attend_segments(query, key, value, cu_seqlens):
+    """Scaled dot product attention, one call for each stretch of segments of equal length."""
+    outputs, start = [], 0
+    grouped = query.shape[1] != key.shape[1]
+    for count, length in _stretches(cu_seqlens):
+        stop = start + count * length
+        batched = [heads[start:stop].unflatten(0, (count, length)).transpose(1, 2) for heads in (query, key, value)]
+        outputs.append(F.scaled_dot_product_attention(*batched, enable_gqa=grouped).transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(outputs)
+
+
+def _register_operators():
+    """`attend_segments`, whose lengths a traced graph need not know; backward attends again instead of keeping maps."""
+    operators = torch.ops.gridtower
+    if hasattr(operators, "attend_segments"):  # another copy of this file came first: one of a hub folder's code
+        return operators
+
+    @torch.library.custom_op("gridtower::attend_segments", mutates_args=())
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return _attend_segments(query, key, value, cu_seqlens)
+
+    @torch.library.custom_op("gridtower::attend_segments_backward", mutates_args=())
+    def attend_backward(
+        grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Inside an operator autograd is out of reach; functional derivatives are not.
+        _, derivative = torch.func.vjp(partial(_attend_segments, cu_seqlens=cu_seqlens), query, key, value)
+        return tuple(gradient.contiguous() for gradient in derivative(grad))
+
+    def fake_attend(query, key, value, cu_seqlens):
+        return query.new_empty(query.shape)
+
+    def fake_attend_backward(grad, query, key, value, cu_seqlens):
+        return tuple(heads.new_empty(heads.shape) for heads in (query, key, value))
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx, grad):
+        return *operators.attend_segments_backward(grad, *ctx.saved_tensors), None
+
+    attend.register_fake(fake_attend)
+    attend_backward.register_fake(fake_attend_backward)
+    attend.register_autograd(backward, setup_context=save)
+    return operators
+
+
+_OPS = _register_operators()
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):

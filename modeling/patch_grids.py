@@ -8,13 +8,14 @@ parameters; what is built is cached per distinct grid.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import NamedTuple
 
 import torch
 
 # Batches repeat few grids, and an entry holds some integers for every patch.
 _CACHED_GRIDS = 32
+_PATCHES_OF_A_GROUP = 2048
 
 
 def once_per_grid(build):
@@ -43,6 +44,16 @@ class FrameRun(NamedTuple):
     cols: int
 
 
+class UnseenFrames(NamedTuple):
+    """In place of [`PackedFrames`] where only tensors may be looked at: a traced graph, or one that a GPU replays.
+
+    `neighbours` (num_patches, kernel**2), int64: see [`neighbouring_patches`]; None for towers without convolutions.
+    """
+
+    neighbours: torch.Tensor | None = None
+    segments = None
+
+
 @dataclass(frozen=True)
 class PackedFrames:
     """Frames of a packed batch in tower order, as plain integers.
@@ -54,6 +65,7 @@ class PackedFrames:
     runs: tuple[FrameRun, ...]
     order: tuple[int, ...]
     tokens_per_item: tuple[int, ...]
+    neighbours = None
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -70,6 +82,23 @@ class PackedFrames:
     def lengths(self) -> list[int]:
         """Patches of each frame."""
         return [rows * cols for count, rows, cols in self.runs for _ in range(count)]
+
+    @cached_property
+    def groups(self) -> tuple["PackedFrames", ...]:
+        """The same frames, whole and in the same order, in groups whose states fit a processor's cache."""
+        groups, filled = [[]], 0
+        for count, rows, cols in self.runs:
+            while count > 0:
+                fitting = (_PATCHES_OF_A_GROUP - filled) // (rows * cols)
+                if fitting < 1 and filled > 0:
+                    groups.append([])
+                    filled = 0
+                    continue
+                taken = min(count, max(1, fitting))
+                groups[-1].append(FrameRun(taken, rows, cols))
+                filled += taken * rows * cols
+                count -= taken
+        return tuple(PackedFrames(tuple(runs), (), ()) for runs in groups)
 
 
 def checked_grid(grid_thw: torch.Tensor, merge: int, num_patches: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -142,6 +171,11 @@ def raster_positions(grid: tuple[tuple[int, ...], ...], merge: int, device: torc
     return torch.cat(positions).to(device)
 
 
+def input_positions(grid: tuple[tuple[int, ...], ...], merge: int, device: torch.device) -> torch.Tensor:
+    """As [`raster_positions`], in the order of the input."""
+    return raster_positions(grid, merge, device)[tower_permutations(grid, merge, device)[1]]
+
+
 @once_per_grid
 def frame_boundaries(grid: tuple[tuple[int, ...], ...], merge: int, device: torch.device) -> torch.Tensor:
     """`cu_seqlens` of the frames in tower order: (num_frames + 1,), int32, starting at 0."""
@@ -170,6 +204,28 @@ def covering_blocks(
             start += rows * cols
     index = torch.cat(places).to(device)
     return index.clamp(min=0), index >= 0
+
+
+@once_per_grid
+def neighbouring_patches(
+    grid: tuple[tuple[int, ...], ...], merge: int, kernel: int, device: torch.device
+) -> torch.Tensor:
+    """What lies under each place of a kernel's window around each patch: (num_patches, kernel**2), int64.
+
+    One above the neighbour's place in the input, in merge-block order; 0 beyond the border of the frame. Places of the
+    window are in raster order.
+    """
+    reach, start, tables = kernel // 2, 1, []
+    for steps, rows, cols in grid:
+        order = _raster_order(rows, cols, merge)
+        for _ in range(steps):
+            bordered = torch.zeros(rows + 2 * reach, cols + 2 * reach, dtype=torch.int64)
+            bordered[reach : reach + rows, reach : reach + cols] = start + order.view(rows, cols)
+            # (rows, cols, kernel, kernel) -> (rows * cols, kernel**2), raster order
+            windows = bordered.unfold(0, kernel, 1).unfold(1, kernel, 1).reshape(rows * cols, -1)
+            tables.append(windows[torch.argsort(order)])
+            start += rows * cols
+    return torch.cat(tables).to(device)
 
 
 def _raster_order(rows: int, cols: int, merge: int) -> torch.Tensor:

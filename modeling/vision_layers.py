@@ -1,6 +1,6 @@
 """Layers that the towers share: RMSNorm, gated feed-forward, axial rotary embedding (RoFormer, one axis per half)."""
 
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import torch
 from torch import nn
@@ -71,6 +71,30 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     cos, sin = cos[:, None], sin[:, None]
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def group_by_group(forward):
+    """For a layer's `forward`: on a CPU, take a few frames after the other, so that what it makes stays in the cache.
+
+    A batch at once would write each of a layer's products to memory and read it back. Attention maps are kept of whole
+    batches, hence not under `eager`.
+    """
+
+    @wraps(forward)
+    def in_groups(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs):
+        one_piece = (
+            hidden_states.device.type != "cpu"
+            or frames.segments is None
+            or len(frames.groups) == 1
+            or self.config._attn_implementation == "eager"
+        )
+        if one_piece:
+            return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
+        sizes = [sum(group.lengths) for group in frames.groups]
+        parts = zip(*(tensor.split(sizes) for tensor in (hidden_states, cos, sin)), frames.groups)
+        return torch.cat([forward(self, *tensors, cu_seqlens, group, **kwargs) for *tensors, group in parts])
+
+    return in_groups
 
 
 def learns(tower: nn.Module, pixel_values: torch.Tensor) -> bool:
