@@ -475,7 +475,9 @@ def main():
     )
     parser.add_argument("--family", choices=sorted(FAMILIES), default="lfm3_vl")
     parser.add_argument("--minutes", type=float, default=28.0, help="longest training; evaluation comes on top")
-    parser.add_argument("--steps", type=int, default=3400)
+    parser.add_argument(
+        "--steps", type=int, default=4300, help="fewer where the time ends before: the last of them matter most"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="pictures a step, of all processes")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--test-pictures", type=int, default=500, help="held-out pictures for each number of digits")
