@@ -33,7 +33,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, covering_blocks
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -48,8 +48,9 @@ class DeepseekV4VisionPatchEmbedding(nn.Module):
         self.proj = nn.Linear(config.patch_dim, config.hidden_size)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """(num_patches, patch_dim) -> (num_patches, hidden_size), in the dtype of the weight."""
-        return self.proj(patches.to(self.proj.weight.dtype))
+        """(num_patches, patch_dim), float or uint8 -> (num_patches, hidden_size), in the dtype of the weight."""
+        half = [0.5] * 3  # mean and deviation of every channel
+        return self.proj(normalized(patches, half, half, self.proj.weight.dtype))
 
 
 class DeepseekV4VisionAttention(nn.Module):
@@ -145,7 +146,8 @@ class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, PreTrainedModel
 
         Args:
             pixel_values: (num_patches, 3 * patch_size**2), each row ordered (channel, row, column), the patches of an
-                image in raster order; cast to the embedding's dtype.
+                image in raster order. Normalised floats, cast to the embedding's dtype, or raw uint8, which are normalised
+                here with a mean and a deviation of 0.5.
             grid_thw: (num_images, 3), int64: steps, rows and columns of each, in patches; each step is a frame that
                 attends to itself only. Sides need not divide by the aligner's ratio.
             image_grid_thw: `grid_thw` by the image processor's name, so that `tower(**image_processor(images))` works.

@@ -31,7 +31,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, neighbouring_patches
 from .placeholders import in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -187,8 +187,9 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
         """Encode patches.
 
         Args:
-            pixel_values: (num_patches, in_channels * temporal_patch_size * patch_size**2), float; each patch flattened
-                in the order (channel, temporal, row, column), patches in merge-block order. Cast to the embedding's dtype.
+            pixel_values: (num_patches, in_channels * temporal_patch_size * patch_size**2); each patch flattened in the
+                order (channel, temporal, row, column), patches in merge-block order. Normalised floats, cast to the
+                embedding's dtype, or raw uint8, which are normalised here with a mean and a deviation of 0.5.
             grid_thw: (num_images_or_videos, 3), int64: temporal steps, rows and columns of each, in patches.
             image_grid_thw: the same by the image processor's name, so that `tower(**image_processor(images))` works.
             kwargs: `output_hidden_states`, `output_attentions` (one map per temporal step, under `eager`), and
@@ -229,7 +230,9 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
 
     @capture_outputs
     def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
-        hidden_states = self.embedding_norm(self.patch_embed(pixel_values.to(self.patch_embed.weight.dtype)))
+        half = [0.5] * self.config.in_channels  # mean and deviation of every channel
+        pixel_values = normalized(pixel_values, half, half, self.patch_embed.weight.dtype)
+        hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
         for layer in self.layers:
             hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states)

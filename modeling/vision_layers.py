@@ -1,4 +1,4 @@
-"""Layers that the towers share: RMSNorm, gated feed-forward, axial rotary embedding (RoFormer, one axis per half)."""
+"""What the towers share: entry of pixels, RMSNorm, axial rotary embedding (RoFormer, one axis per half), grouping."""
 
 from functools import lru_cache, wraps
 
@@ -25,6 +25,18 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def normalized(patches: torch.Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """Patches (num_patches, channels * area) in `dtype`; raw uint8 ones as a processor would have given them.
+
+    Those are brought from 0..255 to 0..1 and normalised by channel in float32, and rounded once.
+    """
+    if patches.dtype != torch.uint8:
+        return patches.to(dtype)
+    area = patches.shape[1] // len(mean)
+    mean, std = (torch.tensor(values, device=patches.device).repeat_interleave(area) for values in (mean, std))
+    return ((patches / 255 - mean) / std).to(dtype)
 
 
 @lru_cache

@@ -15,9 +15,9 @@ from transformers.processing_utils import ImagesKwargs
 
 from ..configuration.configuration_deepseek_v4_vl import TOKEN_LAYOUTS, DeepseekV4VisionConfig
 from ..configuration.flat_code import SavesItsCode
-from .any_image import ReadsAnyImage, TorchvisionImages
+from .any_image import HALF, ReadsAnyImage, TorchvisionImages, check_normalized_on_device
 from .media_loading import channels_first, read_pixels
-from .patch_geometry import patchify, refuse_empty
+from .patch_geometry import finished_patches, patchify, refuse_empty
 
 LETTERBOX_GREY = 127
 # Of a layout's tokens for an image, those kept back for alignment, and the number that its rows come in multiples of.
@@ -36,6 +36,7 @@ class DeepseekV4ImageProcessorKwargs(ImagesKwargs, total=False):
     min_pixels: int
     max_wh_ratio: float | int | None
     token_layout: str
+    normalize_on_device: bool
 
 
 class DeepseekV4ImageRules(ReadsAnyImage):
@@ -51,6 +52,8 @@ class DeepseekV4ImageRules(ReadsAnyImage):
     `max_wh_ratio`: from this width for a height of 1 on, an image is stretched to its size; all others are letterboxed.
     None, in the constructor, or infinity: letterbox all.
     `token_layout`: "interleaved" (DeepSeek-V4) or "reading_order" (DeepSeek-V4.1).
+    `normalize_on_device` (default False): leave the pixels uint8, a quarter of the bytes; the model's tower normalizes
+    them, with a mean and a deviation of 0.5.
     """
 
     do_resize = True
@@ -66,6 +69,7 @@ class DeepseekV4ImageRules(ReadsAnyImage):
     min_pixels = 147456
     max_wh_ratio = 8
     token_layout = "interleaved"
+    normalize_on_device = False
     valid_kwargs = DeepseekV4ImageProcessorKwargs
     model_input_names = ["pixel_values", "image_grid_thw"]
 
@@ -100,7 +104,7 @@ class DeepseekV4ImageRules(ReadsAnyImage):
         if settings["token_layout"] not in TOKEN_LAYOUTS:
             raise ValueError(f"token_layout is {settings['token_layout']!r}; give one of {TOKEN_LAYOUTS}")
         token_budget(settings["max_image_tokens"], settings["token_layout"])
-        return settings
+        return check_normalized_on_device(settings, HALF)
 
     def _validate_preprocess_kwargs(self, **kwargs):
         # The inherited check wants a `size` wherever images are resized.
@@ -114,8 +118,9 @@ class DeepseekV4ImageRules(ReadsAnyImage):
             kwargs: any attribute of the processor, for this call alone; `None` stands for the processor's own.
 
         Returns:
-            `BatchFeature` with `pixel_values` float32 (patches, 3 * patch_size**2), each row ordered (channel, row,
-            column), the patches of an image in raster order, and `image_grid_thw` int64 (images, 3), in patches.
+            `BatchFeature` with `pixel_values` float32, uint8 with `normalize_on_device`, (patches, 3 * patch_size**2),
+            each row ordered (channel, row, column), the patches of an image in raster order, and `image_grid_thw` int64
+            (images, 3), in patches.
 
         Raises:
             ValueError: an unreadable image, which it names, or settings that make no sense.
@@ -133,21 +138,29 @@ class DeepseekV4ImageRules(ReadsAnyImage):
         do_normalize,
         image_mean,
         image_std,
+        normalize_on_device,
         return_tensors,
         **kwargs,
     ):
         rules, side = {name: kwargs[name] for name in SIZE_RULES}, kwargs["patch_size"]
         images = [self.fitted(image, do_resize, resample, rules) for image in images]
-        pixels = torch.cat([patchify(image[None, None], side, 1, 1)[0] for image in images])
+
+        def normalize(pixels):
+            if normalize_on_device:
+                return pixels
+            pixels = pixels.float()
+            if do_rescale:
+                pixels = pixels * rescale_factor
+            if do_normalize:
+                mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (image_mean, image_std))
+                pixels = (pixels - mean) / std
+            return pixels
+
+        patches = torch.cat([patchify(image[None, None], side, 1, 1)[0] for image in images])
         # Cut before normalizing, which only looks at the channel: 8-bit pixels are a quarter of the memory traffic.
-        pixels = pixels.view(len(pixels), -1, side, side).float()  # (patches, channels, rows, cols)
-        if do_rescale:
-            pixels = pixels * rescale_factor
-        if do_normalize:
-            mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (image_mean, image_std))
-            pixels = (pixels - mean) / std
+        pixels = finished_patches(patches, images[0].shape[0], normalize)
         grids = [[1, image.shape[-2] // side, image.shape[-1] // side] for image in images]
-        data = {"pixel_values": pixels.flatten(1), "image_grid_thw": torch.tensor(grids)}
+        data = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
         return BatchFeature(data, tensor_type=return_tensors)
 
     def fitted(self, image, do_resize, resample, rules):

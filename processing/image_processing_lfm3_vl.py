@@ -1,5 +1,6 @@
 """LFM3-VL images -> packed patches: resize by the Qwen2-VL rule at native resolution, normalize, cut into patches."""
 
+import numpy as np
 import torch
 from transformers.image_processing_backends import PilBackend
 from transformers.image_processing_utils import BatchFeature
@@ -8,9 +9,9 @@ from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs
 
 from ..configuration.flat_code import SavesItsCode
-from .any_image import ReadsAnyImage, TorchvisionImages
+from .any_image import HALF, ReadsAnyImage, TorchvisionImages, check_normalized_on_device
 from .media_loading import channels_first, read_pixels
-from .patch_geometry import image_sides, patchify, pixel_bounds
+from .patch_geometry import finished_patches, image_sides, patchify, pixel_bounds
 
 
 class Lfm3VlImageProcessorKwargs(ImagesKwargs, total=False):
@@ -21,6 +22,7 @@ class Lfm3VlImageProcessorKwargs(ImagesKwargs, total=False):
     patch_size: int
     temporal_patch_size: int
     merge_size: int
+    normalize_on_device: bool
 
 
 class Lfm3VlImageRules(ReadsAnyImage):
@@ -28,6 +30,9 @@ class Lfm3VlImageRules(ReadsAnyImage):
 
     `size` holds areas in pixels despite the names of its keys. A picture is always converted to RGB; with
     `do_rescale=False` floating arrays are taken as they are, otherwise every value is brought to 8 bits first.
+
+    `normalize_on_device` (default False): leave the pixels uint8, a quarter of the bytes; the model's tower normalizes
+    them, with a mean and a deviation of 0.5.
     """
 
     do_resize = True
@@ -42,6 +47,7 @@ class Lfm3VlImageRules(ReadsAnyImage):
     patch_size = 16
     temporal_patch_size = 2
     merge_size = 2
+    normalize_on_device = False
     valid_kwargs = Lfm3VlImageProcessorKwargs
     model_input_names = ["pixel_values", "image_grid_thw"]
 
@@ -59,7 +65,7 @@ class Lfm3VlImageRules(ReadsAnyImage):
 
     def _standardize_kwargs(self, min_pixels=None, max_pixels=None, **kwargs):
         # Both aliases have been folded into `size` by now; what arrives here are the configured ones.
-        return super()._standardize_kwargs(**kwargs)
+        return check_normalized_on_device(super()._standardize_kwargs(**kwargs), HALF)
 
     def preprocess(self, images, size=None, min_pixels=None, max_pixels=None, **kwargs):
         """Turns images into packed patches.
@@ -70,8 +76,8 @@ class Lfm3VlImageRules(ReadsAnyImage):
             kwargs: any attribute of the processor, for this call alone.
 
         Returns:
-            `BatchFeature` with `pixel_values` float32 (patches, channels * temporal_patch_size * patch_size**2) and
-            `image_grid_thw` int64 (images, 3), in patches.
+            `BatchFeature` with `pixel_values` float32, uint8 with `normalize_on_device`, (patches, channels *
+            temporal_patch_size * patch_size**2) and `image_grid_thw` int64 (images, 3), in patches.
 
         Raises:
             ValueError: an unreadable image, impossible bounds; names the image.
@@ -103,15 +109,6 @@ class Lfm3VlImageRules(ReadsAnyImage):
         return (rows // patch_size) * (cols // patch_size)
 
 
-def pack(patches, grids, channels, temporal_patch_size, return_tensors):
-    """Repeats each patch (num, channels * patch_size**2) over the temporal axis and bundles it with the grids."""
-    num_patches = patches.shape[0]
-    # (patches, channels, 1, patch) -> (patches, channels, temporal, patch)
-    repeated = patches.view(num_patches, channels, 1, -1).expand(-1, -1, temporal_patch_size, -1)
-    data = {"pixel_values": repeated.reshape(num_patches, -1), "image_grid_thw": torch.tensor(grids).view(-1, 3)}
-    return BatchFeature(data, tensor_type=return_tensors)
-
-
 class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionImages):
     """LFM3-VL image processor on torchvision: 8-bit throughout, equal sizes resized together."""
 
@@ -131,6 +128,7 @@ class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionImages):
         patch_size,
         temporal_patch_size,
         merge_size,
+        normalize_on_device,
         disable_grouping,
         return_tensors,
         **kwargs,
@@ -141,15 +139,19 @@ class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionImages):
             rows, cols = self.target_sides(*stack.shape[-2:], do_resize, size, patch_size, merge_size)
             if do_resize:
                 stack = self.resize(stack, SizeDict(height=rows, width=cols), resample=resample)
-            # Cut 8-bit pixels, and convert once at the end: a quarter of the memory traffic of cutting floats.
+            # Cut 8-bit pixels, and convert at the end: a quarter of the memory traffic of cutting floats.
             patches[shape] = patchify(stack[:, None], patch_size, merge_size, 1)
             grids[shape] = [[1, rows // patch_size, cols // patch_size]] * len(stack)
+
+        def normalize(pixels):
+            if normalize_on_device:
+                return pixels
+            return self.rescale_and_normalize(pixels, do_rescale, rescale_factor, do_normalize, image_mean, image_std)
+
         packed = torch.cat(reorder_images(patches, index))
-        channels = images[0].shape[0]
-        packed = packed.view(-1, channels, patch_size, patch_size)
-        packed = self.rescale_and_normalize(packed, do_rescale, rescale_factor, do_normalize, image_mean, image_std)
-        packed = packed.flatten(1)
-        return pack(packed, reorder_images(grids, index), channels, temporal_patch_size, return_tensors)
+        pixels = finished_patches(packed, images[0].shape[0], normalize, temporal_patch_size)
+        data = {"pixel_values": pixels, "image_grid_thw": torch.tensor(reorder_images(grids, index)).view(-1, 3)}
+        return BatchFeature(data, tensor_type=return_tensors)
 
 
 class Lfm3VlImageProcessorPil(SavesItsCode, Lfm3VlImageRules, PilBackend):
@@ -174,6 +176,7 @@ class Lfm3VlImageProcessorPil(SavesItsCode, Lfm3VlImageRules, PilBackend):
         patch_size,
         temporal_patch_size,
         merge_size,
+        normalize_on_device,
         return_tensors,
         **kwargs,
     ):
@@ -182,13 +185,14 @@ class Lfm3VlImageProcessorPil(SavesItsCode, Lfm3VlImageRules, PilBackend):
             rows, cols = self.target_sides(*image.shape[-2:], do_resize, size, patch_size, merge_size)
             if do_resize:
                 image = self.resize(image, SizeDict(height=rows, width=cols), resample=resample)
-            if do_rescale:
+            if do_rescale and not normalize_on_device:
                 image = self.rescale(image, rescale_factor)
-            if do_normalize:
+            if do_normalize and not normalize_on_device:
                 image = self.normalize(image, image_mean, image_std)
-            frames = channels_first(image, "channels_first")[None, None].to(torch.float32)
+            frames = channels_first(image, "channels_first")[None, None]
+            frames = frames if normalize_on_device else frames.to(torch.float32)
             patches.append(patchify(frames, patch_size, merge_size, 1)[0])
             grids.append([1, rows // patch_size, cols // patch_size])
-        features = pack(torch.cat(patches), grids, images[0].shape[0], temporal_patch_size, None)
-        arrays = {name: tensor.numpy() for name, tensor in features.items()}
-        return BatchFeature(arrays, tensor_type=return_tensors)
+        pixels = finished_patches(torch.cat(patches), images[0].shape[0], lambda few: few, temporal_patch_size)
+        data = {"pixel_values": pixels.numpy(), "image_grid_thw": np.array(grids).reshape(-1, 3)}
+        return BatchFeature(data, tensor_type=return_tensors)

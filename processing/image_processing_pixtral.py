@@ -15,9 +15,9 @@ from transformers.processing_utils import ImagesKwargs, ProcessorMixin
 
 from ..configuration.configuration_pixtral import PixtralConfig
 from ..configuration.flat_code import SavesItsCode
-from .any_image import ReadsAnyImage, TorchvisionImages
+from .any_image import ReadsAnyImage, TorchvisionImages, check_normalized_on_device
 from .media_loading import channels_first, read_pixels
-from .patch_geometry import patchify, refuse_empty
+from .patch_geometry import finished_patches, patchify, refuse_empty
 
 LAYOUTS = ("packed", "padded")
 
@@ -87,12 +87,7 @@ class PixtralImageRules(ReadsAnyImage):
             raise ValueError(f"spatial_merge_size is {settings['spatial_merge_size']}; give a whole number, 1 or more")
         if settings.get("layout", "packed") not in LAYOUTS:
             raise ValueError(f"layout is {settings['layout']!r}; give one of {LAYOUTS}")
-        if settings.get("normalize_on_device") and not (settings["do_rescale"] and settings["do_normalize"]):
-            raise ValueError(
-                "normalize_on_device=True leaves rescaling and normalizing to the model, which does both; it cannot go "
-                f"with do_rescale={settings['do_rescale']} and do_normalize={settings['do_normalize']}"
-            )
-        return settings
+        return check_normalized_on_device(settings)
 
     def preprocess(self, images, **kwargs):
         """Turns images into packed patches, or into whole images of equal size.
@@ -204,7 +199,7 @@ def packed_images(images, patch_size, merge_size, normalize):
     """Patches of `images`, tensors (channels, rows, cols), in one sequence, and their grids."""
     patches = torch.cat([patchify(image[None, None], patch_size, merge_size, 1)[0] for image in images])
     # Cut before normalizing, which only looks at the channel: 8-bit pixels are a quarter of the memory traffic.
-    pixels = normalize(patches.view(len(patches), -1, patch_size, patch_size)).flatten(1)
+    pixels = finished_patches(patches, images[0].shape[0], normalize)
     grids = [[1, image.shape[-2] // patch_size, image.shape[-1] // patch_size] for image in images]
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
 

@@ -8,6 +8,7 @@ import math
 
 # Beyond this ratio the published rules refuse; here the longer side gives way to the pixel budget instead.
 EXTREME_ASPECT = 200
+_PATCHES_AT_A_TIME = 512
 
 
 def pixel_bounds(size, default, min_pixels=None, max_pixels=None):
@@ -89,6 +90,28 @@ def refuse_empty(height, width):
 def padded_frames(num_frames, temporal_patch_size):
     """Frames after the last one is repeated up to a multiple of `temporal_patch_size`."""
     return num_frames + -num_frames % temporal_patch_size
+
+
+def finished_patches(patches, channels, normalize, repeats=1):
+    """8-bit patches as the tower takes them, in one pass.
+
+    Args:
+        patches: tensor (num_patches, channels * area).
+        normalize: from (some patches, channels, area, 1) to its values, of the same shape.
+        repeats: how often each channel's values follow one another, the temporal frames of a still.
+
+    Returns:
+        Tensor (num_patches, channels * repeats * area), of the dtype that `normalize` gives.
+    """
+    area = patches.shape[1] // channels
+    finished = None
+    # A few at a time: what normalizing makes in between stays in the processor's cache.
+    for start in range(0, len(patches), _PATCHES_AT_A_TIME):
+        values = normalize(patches[start : start + _PATCHES_AT_A_TIME].view(-1, channels, area, 1)).squeeze(-1)
+        if finished is None:
+            finished = values.new_empty(len(patches), channels, repeats, area)
+        finished[start : start + len(values)] = values[:, :, None]
+    return finished.flatten(1)
 
 
 def patchify(frames, patch_size, merge_size, temporal_patch_size):

@@ -10,8 +10,9 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import group_videos_by_shape, reorder_videos
 
 from ..configuration.flat_code import SavesItsCode
+from .any_image import HALF, check_normalized_on_device
 from .media_loading import flat_media, is_video, rgb_pixels
-from .patch_geometry import padded_frames, patchify, pixel_bounds, video_sides
+from .patch_geometry import finished_patches, padded_frames, patchify, pixel_bounds, video_sides
 from .video_decoding import clip_frames, clip_metadata, decode_video, frame_rate, is_encoded
 
 
@@ -25,6 +26,7 @@ class Lfm3VlVideoProcessorKwargs(VideosKwargs, total=False):
     max_frames: int
     cap_pixels_per_frame: bool | None
     max_video_tokens: int
+    normalize_on_device: bool
 
 
 class Lfm3VlVideoProcessor(SavesItsCode, BaseVideoProcessor):
@@ -41,6 +43,7 @@ class Lfm3VlVideoProcessor(SavesItsCode, BaseVideoProcessor):
     its few frames. With it a frame gets at most min(max_video_tokens * (patch_size * merge_size)**2, its even share
     of `size["longest_edge"]`) pixels, but never less than 1.05 * `size["shortest_edge"]`.
     `max_video_tokens` (default 768): that ceiling, in merged cells of one frame; without the cap it has no effect.
+    `normalize_on_device` (default False): leave the pixels uint8, as `Lfm3VlImageProcessor` does.
     """
 
     hub_classes = {"AutoVideoProcessor": "video_processing_lfm3_vl.Lfm3VlVideoProcessor"}
@@ -64,6 +67,7 @@ class Lfm3VlVideoProcessor(SavesItsCode, BaseVideoProcessor):
     max_frames = 384
     cap_pixels_per_frame = False
     max_video_tokens = 768
+    normalize_on_device = False
     valid_kwargs = Lfm3VlVideoProcessorKwargs
     model_input_names = ["pixel_values_videos", "video_grid_thw"]
 
@@ -159,9 +163,20 @@ class Lfm3VlVideoProcessor(SavesItsCode, BaseVideoProcessor):
         patch_size,
         temporal_patch_size,
         merge_size,
+        normalize_on_device,
         return_tensors=None,
         **kwargs,
     ):
+        check_normalized_on_device(
+            {
+                "normalize_on_device": normalize_on_device,
+                "do_rescale": do_rescale,
+                "do_normalize": do_normalize,
+                "image_mean": image_mean,
+                "image_std": image_std,
+            },
+            HALF,
+        )
         settings = {
             "size": size,
             "patch_size": patch_size,
@@ -185,11 +200,14 @@ class Lfm3VlVideoProcessor(SavesItsCode, BaseVideoProcessor):
             steps = padded_frames(stack.shape[1], temporal_patch_size) // temporal_patch_size
             grids[shape] = [[steps, rows // patch_size, cols // patch_size]] * len(stack)
         packed = torch.cat(reorder_videos(patches, index))
-        # (patches, channels, temporal * row, col): normalization only looks at the channel
-        packed = packed.view(len(packed), 3, temporal_patch_size * patch_size, patch_size)
-        packed = self.rescale_and_normalize(packed, do_rescale, rescale_factor, do_normalize, image_mean, image_std)
+
+        def normalize(pixels):
+            if normalize_on_device:
+                return pixels
+            return self.rescale_and_normalize(pixels, do_rescale, rescale_factor, do_normalize, image_mean, image_std)
+
         data = {
-            "pixel_values_videos": packed.flatten(1),
+            "pixel_values_videos": finished_patches(packed, 3, normalize),
             "video_grid_thw": torch.tensor(reorder_videos(grids, index)).view(-1, 3),
         }
         return BatchFeature(data, tensor_type=return_tensors)
