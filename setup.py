@@ -20,13 +20,14 @@ setup(
     ],
     extras_require={
         "train": ["peft>=0.17", "trl>=1.0", "scikit-learn>=1.4", "tensorboard>=2.14", "pyyaml>=6.0"],
+        "bench": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8.0",
             "hypothesis>=6.100",
             "parameterized>=0.9",
             "scikit-learn>=1.4",
             "peft>=0.17",
-            "trl>=1.0",
+            "trl>=1.16",
             "ruff>=0.6",
         ],
     },

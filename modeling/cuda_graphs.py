@@ -21,10 +21,10 @@ class Budget(NamedTuple):
 
 
 class GraphedTower:
-    """Calls a tower by replaying graphs.
+    """Calls a tower by replaying graphs; for inference, without gradients.
 
-    Where none can be had, the tower runs as it is: on a CPU, under an attention backend that must know the lengths of
-    frames, for a batch beyond every budget or with a frame longer than `max_seqlen`, and where gradients are asked for.
+    Where no graph can be had, the tower runs as it is: on a CPU, under an attention backend that must know the lengths of
+    frames, and for a batch beyond every budget or with a frame longer than `max_seqlen`.
 
     Args:
         tower: one of ours, in evaluation mode, its weights where they will stay.
@@ -49,15 +49,16 @@ class GraphedTower:
         """(num_patches, patch_dim) and (num_images, 3) -> (num_patches, hidden_size), a tensor of the caller's own."""
         self.tower.check_patches(pixel_values)
         metadata = self.tower.packed_metadata(grid_thw)
-        inputs = {"pixel_values": pixel_values.to(self.tower.device, self.tower.dtype)}
+        floating = pixel_values.is_floating_point()  # raw uint8 patches stay as they are
+        inputs = {"pixel_values": pixel_values.to(self.tower.device, self.tower.dtype if floating else None)}
         inputs |= {name: metadata[name] for name in self.tower.packed_inputs}
         budget = self.budget_for(inputs)
         if budget is None or not goes_by_tensors_alone(self.tower.config, inputs["pixel_values"]):
             return self.tower.forward_packed(**inputs)
         filled = filled_up(inputs, budget, self.max_seqlen)
-        if budget not in self._graphs:
-            self._graphs[budget] = self._capture(filled)
-        graph, kept, output = self._graphs[budget]
+        if (budget, floating) not in self._graphs:
+            self._graphs[budget, floating] = self._capture(filled)
+        graph, kept, output = self._graphs[budget, floating]
         for name, tensor in kept.items():
             tensor.copy_(filled[name])
         graph.replay()

@@ -60,7 +60,8 @@ def packed_attention(
         kwargs |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
         return _flash_attention(interface, module, query, key, value, kwargs), None
     if module.config._attn_implementation == "sdpa" and dropout == 0.0:
-        if max_seqlen is not None and has_varlen_kernel(query) and (segments is None or len(segments) > 1):
+        ragged = segments is None or len(segments) > 1
+        if ragged and max_seqlen is not None and has_varlen_kernel(query, query.shape[-1]):
             grouped = query.shape[1] != key.shape[1]
             bounds = (cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
             return varlen_attn(query, key, value, *bounds, enable_gqa=grouped).flatten(1), None
@@ -94,15 +95,20 @@ def _flash_attention(interface, module, query, key, value, kwargs) -> torch.Tens
     return output.reshape(len(query), -1, head_dim + padding)[..., :head_dim].reshape(len(query), -1)
 
 
-def has_varlen_kernel(states: torch.Tensor) -> bool:
+def has_varlen_kernel(states: torch.Tensor, head_dim: int) -> bool:
     """Whether PyTorch's own variable-length attention takes heads like these: one call for segments of any lengths."""
-    return varlen_attn is not None and states.is_cuda and states.dtype in (torch.float16, torch.bfloat16)
+    narrow = states.dtype in (torch.float16, torch.bfloat16)
+    if varlen_attn is None or not (states.is_cuda and narrow and head_dim % 8 == 0):
+        return False
+    flash = torch.backends.cuda.is_flash_attention_available()
+    return flash and torch.cuda.get_device_capability(states.device) >= (8, 0)
 
 
 def goes_by_tensors_alone(config, states: torch.Tensor) -> bool:
     """Whether attention under `config`, on states like these, reads nothing back from the device."""
     flash = is_flash_attention_requested(config)
-    return states.is_cuda and (flash or config._attn_implementation == "sdpa" and has_varlen_kernel(states))
+    varlen = config._attn_implementation == "sdpa" and has_varlen_kernel(states, config.head_dim)
+    return states.is_cuda and (flash or varlen)
 
 
 def _stretches(cu_seqlens: torch.Tensor) -> tuple[tuple[int, int], ...]:
