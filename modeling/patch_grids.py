@@ -15,7 +15,7 @@ import torch
 
 # Batches repeat few grids, and an entry holds some integers for every patch.
 _CACHED_GRIDS = 32
-_PATCHES_OF_A_GROUP = 2048
+_PATCHES_OF_A_GROUP = 1024
 
 
 def once_per_grid(build):
