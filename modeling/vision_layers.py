@@ -88,8 +88,8 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def group_by_group(forward):
     """For a layer's `forward`: on a CPU, take a few frames after the other, so that what it makes stays in the cache.
 
-    A batch at once would write each of a layer's products to memory and read it back. Attention maps are kept of whole
-    batches, hence not under `eager`.
+    A batch at once would write each of a layer's products to memory and read it back. Only under `sdpa`: `eager` keeps
+    the attention maps of whole batches, and boundaries for variable-length kernels are those of the whole batch.
     """
 
     @wraps(forward)
@@ -98,7 +98,7 @@ def group_by_group(forward):
             hidden_states.device.type != "cpu"
             or frames.segments is None
             or len(frames.groups) == 1
-            or self.config._attn_implementation == "eager"
+            or self.config._attn_implementation != "sdpa"
         )
         if one_piece:
             return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
