@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from side_by_side import interleaved_seconds, ratio_quartiles
-from towers import ratio
+from side_by_side import in_words, interleaved_seconds, ratio_quartiles
 
 from gridtower import Lfm3VlImageProcessor, PixtralImageProcessor
 
@@ -112,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
             for kind in INPUTS:
                 ratios = compare(FAMILIES[name], make_images(WORKLOADS[workload], kind), options.repeats)
                 print(
-                    f"{name:8} {workload:8} {kind:6} theirs/ours {ratio(ratios['ours']):22} uint8 {ratio(ratios['uint8'])}",
+                    f"{name:8} {workload:8} {kind:6} theirs/ours {in_words(ratios['ours']):22} uint8 {in_words(ratios['uint8'])}",
                     flush=True,
                 )
 

@@ -1,8 +1,10 @@
 """Measuring of two or more computations side by side: interleaved times, and peak memory in processes of their own."""
 
+import argparse
 import ctypes
 import gc
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -52,6 +54,37 @@ def ratio_quartiles(numerators: list[float], denominators: list[float]) -> tuple
     """Lower quartile, median and upper quartile of the ratios of each round."""
     ratios = torch.tensor(numerators, dtype=torch.float64) / torch.tensor(denominators, dtype=torch.float64)
     return tuple(ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist())
+
+
+def in_words(quartiles: tuple[float, float, float] | None) -> str:
+    """Median [lower .. upper quartile], or a dash where there is none."""
+    return "-" if quartiles is None else f"{quartiles[1]:.2f} [{quartiles[0]:.2f} .. {quartiles[2]:.2f}]"
+
+
+def add_machine_options(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> None:
+    """How models are run: threads, dtype, attention backend, device."""
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=dtypes, default="float32")
+    parser.add_argument("--attention", choices=["eager", "sdpa", "flash_attention_2"], default="sdpa")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+
+
+def refuse_impossible(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, counts: Sequence[str], memory: str | None
+) -> None:
+    """Ends the script with an error where options cannot be followed.
+
+    Args:
+        counts: names of the options that must be 1 or more.
+        memory: what to do where memory on the CPU cannot be measured; None: it is not asked for.
+    """
+    for name in counts:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; give 1 or more")
+    if options.device == "cpu" and memory is not None and sys.platform != "linux":
+        parser.error(f"memory on the CPU is read from /proc; {memory}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here; leave the option out to measure on the CPU")
 
 
 def peak_memory(

@@ -8,7 +8,6 @@ to the checkout.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,15 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from side_by_side import MEASURED_MEMORY, interleaved_seconds, peak_memory, ratio_quartiles
+from side_by_side import (
+    MEASURED_MEMORY,
+    add_machine_options,
+    in_words,
+    interleaved_seconds,
+    peak_memory,
+    ratio_quartiles,
+    refuse_impossible,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -258,10 +265,6 @@ def preamble(options: argparse.Namespace) -> str:
     )
 
 
-def ratio(quartiles: tuple[float, float, float] | None) -> str:
-    return "-" if quartiles is None else f"{quartiles[1]:.2f} [{quartiles[0]:.2f} .. {quartiles[2]:.2f}]"
-
-
 def table_row(result: dict) -> str:
     memory = ""
     if "peak_bytes" in result:
@@ -269,7 +272,7 @@ def table_row(result: dict) -> str:
         memory = f"   memory {share:4} ({result['peak_bytes_per_patch']['ours'] / 2**10:.1f} KiB a patch)"
     return (
         f"{result['family']:14} {result['mode']:7} {result['workload']:9} {result['patches']:6} patches   "
-        f"theirs/ours {ratio(result.get('speedup')):22}   ours/bare {ratio(result['over_bare']):22}{memory}"
+        f"theirs/ours {in_words(result.get('speedup')):22}   ours/bare {in_words(result['over_bare']):22}{memory}"
     )
 
 
@@ -313,25 +316,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--scale", type=int, choices=[1, 2, 4, 8], default=1, help="divides all widths, to try the script"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
-    parser.add_argument("--attention", choices=["eager", "sdpa", "flash_attention_2"], default="sdpa")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_machine_options(parser, list(TOLERANCES))
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
     parser.add_argument(
         "--plot", type=Path, help="draw time and memory against images into this file (needs matplotlib)"
     )
     parser.add_argument("--json", type=Path, help="also write all that was measured into this file")
     options = parser.parse_args(arguments)
-    for name in ("layers", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; give 1 or more")
-    if options.device == "cpu" and not options.no_memory and sys.platform != "linux":
-        parser.error(
-            "memory on the CPU is read from /proc; add --no-memory, or run this on Linux or with --device cuda"
-        )
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU here; leave the option out to measure on the CPU")
+    memory = None if options.no_memory else "add --no-memory, or run this on Linux or with --device cuda"
+    refuse_impossible(parser, options, ("layers", "repeats", "threads"), memory)
     return options
 
 

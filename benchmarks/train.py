@@ -8,14 +8,21 @@ Usage: `python benchmarks/train.py`, with gridtower installed or PYTHONPATH set 
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
 import torch
 import transformers
-from side_by_side import MEASURED_MEMORY, interleaved_seconds, peak_memory, ratio_quartiles
+from side_by_side import (
+    MEASURED_MEMORY,
+    add_machine_options,
+    in_words,
+    interleaved_seconds,
+    peak_memory,
+    ratio_quartiles,
+    refuse_impossible,
+)
 from torch.nn.utils.rnn import pad_sequence
 
 from gridtower import (
@@ -324,10 +331,11 @@ def preamble(options: argparse.Namespace) -> str:
 
 def table_row(result: dict) -> str:
     lower, upper = result["time_ratio_quartiles"]
+    ratio = in_words((lower, result["time_ratio"], upper))
     seconds, peaks = result["seconds"], {side: peak / 2**20 for side, peak in result["peak_bytes"].items()}
     return (
         f"{result['family']:8} {result['train']:10} {result['workload']:6} {result['patches']:6} patches   "
-        f"time {result['time_ratio']:.2f} [{lower:.2f} .. {upper:.2f}] ({seconds['theirs']:.3f} / {seconds['ours']:.3f} s)   "
+        f"time {ratio} ({seconds['theirs']:.3f} / {seconds['ours']:.3f} s)   "
         f"memory {result['memory_ratio']:.2f} ({peaks['theirs']:.0f} / {peaks['ours']:.0f} MiB)"
     )
 
@@ -354,19 +362,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--size", choices=SIZES, default="small", help="small: seconds a step on a CPU; base: for a GPU"
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
-    parser.add_argument("--attention", choices=["eager", "sdpa", "flash_attention_2"], default="sdpa")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_machine_options(parser, list(TOLERANCES))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
-    for name in ("repeats", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; give 1 or more")
-    if options.device == "cpu" and sys.platform != "linux":
-        parser.error("memory on the CPU is read from /proc; run this on Linux, or with --device cuda")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU here; leave the option out to measure on the CPU")
+    refuse_impossible(parser, options, ("repeats", "threads"), "run this on Linux, or with --device cuda")
     return options
 
 

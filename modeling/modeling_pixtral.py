@@ -33,7 +33,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
-from .vision_layers import RMSNorm, alternating_rotary, group_by_group, learns, normalized, rotate
+from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -58,11 +58,7 @@ class PixtralPatchEmbedding(nn.Conv2d):
         kernel = self.weight.flatten(1)
         if patches.dtype != torch.uint8 or kernel.dtype != torch.float32:
             return F.linear(normalized(patches, self.image_mean, self.image_std, kernel.dtype), kernel)
-        area = self.weight[0, 0].numel()
-        mean, std = (
-            torch.tensor(values, device=kernel.device).repeat_interleave(area)
-            for values in (self.image_mean, self.image_std)
-        )
+        mean, std = (by_pixel(values, patches) for values in (self.image_mean, self.image_std))
         folded = kernel / std
         return F.linear(patches.float(), folded / 255, -(folded @ mean))
 

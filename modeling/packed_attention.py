@@ -70,6 +70,11 @@ def packed_attention(
     if segments is None:
         segments = _stretches(cu_seqlens)
 
+    return _attend_in_batches(partial(interface, module, **kwargs), query, key, value, segments)
+
+
+def _attend_in_batches(attend, query, key, value, segments) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    """One call of `attend` for each stretch of segments of equal length."""
     outputs, maps, start = [], [], 0
     for count, length in segments:
         stop = start + count * length
@@ -78,7 +83,7 @@ def packed_attention(
             heads[start:stop].unflatten(0, (count, length)).transpose(1, 2)
             for heads in (query, key, value)
         ]
-        output, weights = interface(module, *batched, **kwargs)
+        output, weights = attend(*batched)
         outputs.append(output.reshape(count * length, -1))
         maps += [None] if weights is None else weights.split(1)
         start = stop
@@ -117,15 +122,14 @@ def _stretches(cu_seqlens: torch.Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _attend_segments(query, key, value, cu_seqlens):
-    """Scaled dot product attention, one call for each stretch of segments of equal length."""
-    outputs, start = [], 0
-    grouped = query.shape[1] != key.shape[1]
-    for count, length in _stretches(cu_seqlens):
-        stop = start + count * length
-        batched = [heads[start:stop].unflatten(0, (count, length)).transpose(1, 2) for heads in (query, key, value)]
-        outputs.append(F.scaled_dot_product_attention(*batched, enable_gqa=grouped).transpose(1, 2).flatten(0, 1))
-        start = stop
-    return torch.cat(outputs)
+    """Scaled dot product attention within the segments, whose lengths are read: the shape of `query`."""
+
+    def attend(*batched):
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(*batched, enable_gqa=grouped).transpose(1, 2), None
+
+    attended, _ = _attend_in_batches(attend, query, key, value, _stretches(cu_seqlens))
+    return attended.view_as(query)
 
 
 def _register_operators():

@@ -34,9 +34,13 @@ def normalized(patches: torch.Tensor, mean: list[float], std: list[float], dtype
     """
     if patches.dtype != torch.uint8:
         return patches.to(dtype)
-    area = patches.shape[1] // len(mean)
-    mean, std = (torch.tensor(values, device=patches.device).repeat_interleave(area) for values in (mean, std))
+    mean, std = (by_pixel(values, patches) for values in (mean, std))
     return ((patches / 255 - mean) / std).to(dtype)
+
+
+def by_pixel(values: list[float], patches: torch.Tensor) -> torch.Tensor:
+    """A value of each channel, repeated for each of its pixels in a patch: (channels * area,), float32."""
+    return torch.tensor(values, device=patches.device).repeat_interleave(patches.shape[1] // len(values))
 
 
 @lru_cache
