@@ -67,6 +67,13 @@ class DeepseekV4VisionConfig(SavesItsCode, PreTrainedConfig):
         "AutoConfig": "configuration_deepseek_v4_vl.DeepseekV4VisionConfig",
         "AutoModel": "modeling_deepseek_v4_vl.DeepseekV4VisionModel",
     }
+    base_model_tp_plan = {
+        "blocks.*.attn.wqkv": "stacked_colwise_3",
+        "blocks.*.attn.wo": "stacked_rowwise",
+        "blocks.*.mlp.w1": "stacked_colwise_2",
+        "blocks.*.mlp.w2": "stacked_rowwise",
+    }
+    base_model_fsdp_plan = {"blocks.*": "free_full_weight"}
 
     hidden_size: int = 1024
     intermediate_size: int = 2816
@@ -140,8 +147,8 @@ class DeepseekV4VlConfig(SavesItsCode, DeepseekV4Config):
     sub_configs_defaults = {"vision_config": DeepseekV4VisionConfig}
     # What else balances experts (TRL's trainers) asks for their number by the name that most families have.
     attribute_map = DeepseekV4Config.attribute_map | {"num_experts": "n_routed_experts"}
-    # The plans are those of the text model, which is one part of this model: its class holds them.
-    base_model_tp_plan = base_model_ep_plan = base_model_pp_plan = None
+    # transformers' plans are for the text model, which is one part of this model: the classes hold theirs.
+    base_model_tp_plan = base_model_ep_plan = base_model_pp_plan = base_model_fsdp_plan = None
     hub_classes: ClassVar[dict] = {
         "AutoConfig": "configuration_deepseek_v4_vl.DeepseekV4VlConfig",
         "AutoModel": "modeling_deepseek_v4_vl.DeepseekV4VlModel",

@@ -64,6 +64,16 @@ class PixtralVisionConfig(SavesItsCode, PreTrainedConfig):
         "AutoConfig": "configuration_pixtral.PixtralVisionConfig",
         "AutoModel": "modeling_pixtral.PixtralVisionModel",
     }
+    base_model_tp_plan = {
+        "transformer.layers.*.attention.q_proj": "colwise",
+        "transformer.layers.*.attention.k_proj": "colwise",
+        "transformer.layers.*.attention.v_proj": "colwise",
+        "transformer.layers.*.attention.o_proj": "rowwise",
+        "transformer.layers.*.feed_forward.gate_proj": "colwise",
+        "transformer.layers.*.feed_forward.up_proj": "colwise",
+        "transformer.layers.*.feed_forward.down_proj": "rowwise",
+    }
+    base_model_fsdp_plan = {"transformer.layers.*": "free_full_weight"}
 
     hidden_size: int = 1024
     intermediate_size: int = 4096
@@ -187,6 +197,8 @@ class PixtralConfig(SavesItsCode, PreTrainedConfig):
         "AutoModel": "modeling_pixtral.PixtralModel",
         "AutoModelForImageTextToText": "modeling_pixtral.PixtralForConditionalGeneration",
     }
+    base_model_tp_plan = {"multi_modal_projector.linear_1": "colwise", "multi_modal_projector.linear_2": "rowwise"}
+    base_model_fsdp_plan = {"vision_tower": "free_full_weight", "multi_modal_projector": "free_full_weight"}
 
     vision_config: dict | PreTrainedConfig | None = None
     text_config: dict | PreTrainedConfig | None = None

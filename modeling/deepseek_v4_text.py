@@ -33,6 +33,7 @@ from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VlConfig
 from .checkpoint_formats import ReadsPublishedNames
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
+from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 
 
 def is_of_image(input_ids: torch.Tensor, config: DeepseekV4VlConfig) -> torch.Tensor:
@@ -201,7 +202,9 @@ ROWWISE_CACHES = {
 }
 
 
-class DeepseekV4VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, DeepseekV4PreTrainedModel):
+class DeepseekV4VlPreTrainedModel(
+    TakesPackedPixels, ReadsPublishedNames, KeepsWholeWhatDoesNotDivide, DeepseekV4PreTrainedModel
+):
     config: DeepseekV4VlConfig
     input_modalities = ("image", "text")
     _no_split_modules = ["DeepseekV4DecoderLayer", "DeepseekV4VisionBlock"]
@@ -236,6 +239,7 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
     _tp_plan = DeepseekV4Config.base_model_tp_plan
     _ep_plan = DeepseekV4Config.base_model_ep_plan
     _pp_plan = DeepseekV4Config.base_model_pp_plan
+    _fsdp_plan = DeepseekV4Config.base_model_fsdp_plan
 
     def __init__(self, config: DeepseekV4VlConfig):
         super().__init__(config)

@@ -33,6 +33,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, covering_blocks
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
+from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
@@ -108,7 +109,7 @@ class DeepseekV4VisionBlock(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.norm2(hidden_states))
 
 
-class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, PreTrainedModel):
+class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, KeepsWholeWhatDoesNotDivide, PreTrainedModel):
     """The DeepSeek-V4 tower over any number of images of any size."""
 
     config: DeepseekV4VisionConfig
@@ -245,6 +246,8 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
     """Tower, aligner and text model, without the language head."""
 
     accepts_loss_kwargs = False
+    _tp_plan = {"aligner.w1": "colwise", "aligner.w2": "rowwise"}
+    _fsdp_plan = {"vision_tower": "free_full_weight", "aligner": "free_full_weight"}
 
     def __init__(self, config: DeepseekV4VlConfig):
         super().__init__(config)
@@ -381,6 +384,7 @@ class DeepseekV4ForConditionalGeneration(DeepseekV4VlPreTrainedModel, Generation
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: DeepseekV4VlConfig):
         super().__init__(config)

@@ -31,6 +31,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, neighbouring_patches
 from .placeholders import in_step_with_other_ranks, place_features
+from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
@@ -143,7 +144,7 @@ class Lfm3VlVisionLayer(GradientCheckpointingLayer):
         return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
 
 
-class Lfm3VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedModel):
+class Lfm3VlPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, KeepsWholeWhatDoesNotDivide, PreTrainedModel):
     config: Lfm3VlConfig
     base_model_prefix = "model"
     input_modalities = ("image", "video", "text")
@@ -374,6 +375,7 @@ class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: Lfm3VlConfig):
         super().__init__(config)

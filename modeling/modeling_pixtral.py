@@ -33,6 +33,7 @@ from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
 from .placeholders import image_outputs, in_step_with_other_ranks, place_features
+from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
@@ -139,7 +140,7 @@ class PixtralVisionTransformer(nn.Module):
         return hidden_states
 
 
-class PixtralPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, PreTrainedModel):
+class PixtralPreTrainedModel(TakesPackedPixels, ReadsPublishedNames, KeepsWholeWhatDoesNotDivide, PreTrainedModel):
     config: PixtralConfig
     base_model_prefix = "model"
     input_modalities = ("image", "text")
@@ -423,6 +424,7 @@ class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: PixtralConfig):
         super().__init__(config)
