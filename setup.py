@@ -17,9 +17,12 @@ setup(
         "pillow>=10.0",
         "av>=12.0",
         "tqdm>=4.60",
+        "filelock>=3.12",
     ],
     extras_require={
         "train": ["peft>=0.17", "trl>=1.0", "scikit-learn>=1.4", "tensorboard>=2.14", "pyyaml>=6.0"],
+        "embed": ["pyarrow>=15.0"],
+        "ray": ["ray[data]>=2.40"],
         "bench": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8.0",
@@ -28,6 +31,8 @@ setup(
             "scikit-learn>=1.4",
             "peft>=0.17",
             "trl>=1.16",
+            "pyarrow>=15.0",
+            "ray[data]>=2.40",
             "ruff>=0.6",
         ],
     },

@@ -58,6 +58,9 @@ _PUBLIC = {
     "modeling.cuda_graphs": ["GraphedTower"],
     "modeling.trainable_parts": ["QUANTIZATION_SKIPS", "Part", "parameter_groups", "parts_summary", "prepare_parts"],
     "hub_cards.export": ["export"],
+    "embedding": ["embed"],
+    "feature_shards": ["read_features"],
+    "sizing": ["plan_memory"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [*sorted(_MODULES), "register"]

@@ -1,15 +1,18 @@
-"""The `gridtower` command: `describe` says what is in images and videos, `export` writes hub folders."""
+"""The `gridtower` command: `describe` says what is in images and videos, `embed` writes features, `export` hub folders;
+`plan` says how much memory a model needs.
+"""
 
 import argparse
 import json
 import mimetypes
+import re
 import sys
 import time
 from pathlib import Path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 1 when an input or an argument was refused."""
+    """Run one command; returns the exit status: 0, or 1 when an input or an argument was refused, or a plan does not fit."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -42,7 +45,45 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=("hf", "mistral"), default="hf", help="layout to write; mistral is Pixtral's own"
     )
     export.set_defaults(run=_export)
+
+    _add_embed(commands)
+    _add_plan(commands)
     return parser
+
+
+def _add_embed(commands) -> None:
+    embed = commands.add_parser("embed", help="write features of many images as shards; a killed run goes on")
+    embed.add_argument("inputs", nargs="+", metavar="INPUT", help="images, folders, parquet files, tars, JSONL files")
+    embed.add_argument("--model", required=True, help="folder of a model or of a tower, or hub repository")
+    embed.add_argument("--out", required=True, help="folder to write; new, or that of the same command before")
+    embed.add_argument("--features", default="tower", help="tower (default), projector, or pooled: one vector each")
+    embed.add_argument("--format", default="safetensors", help="safetensors (default) or parquet")
+    embed.add_argument("--patches", type=int, default=16384, help="patches in a batch (default: 16384)")
+    embed.add_argument("--workers", type=int, help="processes that decode (default: the cores that are left)")
+    embed.add_argument("--shard-size", default="256MB", help="bytes of features in a shard (default: 256MB)")
+    embed.add_argument("--device", default="auto", help="where to run: auto, cpu, cuda, cuda:1, mps …")
+    embed.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto: the checkpoint's")
+    embed.add_argument("--engine", default="local", help="local (default), or ray for many machines")
+    embed.add_argument("--actors", type=int, default=1, help="with ray: copies of the model (default: 1)")
+    embed.add_argument("--retry-failed", action="store_true", help="try again what could not be read before")
+    embed.set_defaults(run=_embed)
+
+
+def _add_plan(commands) -> None:
+    plan = commands.add_parser("plan", help="print how much memory a model needs, and on how many devices it fits")
+    plan.add_argument("--model", default="default", help="model folder, its config.json is enough, or hub repository")
+    plan.add_argument("--gpus", type=int, default=1, help="devices to place the model on (default: 1)")
+    plan.add_argument("--memory", type=float, metavar="GB", help="gigabytes of each; exit status 1 where nothing fits")
+    plan.add_argument(
+        "--image-size", nargs="+", default=["1024x1024"], metavar="WxH", help="images of a row, in pixels"
+    )
+    plan.add_argument("--images", type=int, default=1, help="how many of each size a row has; 0: text alone")
+    plan.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
+    plan.add_argument("--context", type=int, metavar="TOKENS", help="of a row (default: its images' and 1024 more)")
+    plan.add_argument("--dtype", help="bfloat16, float16 or float32 (default: the configuration's, or bfloat16)")
+    plan.add_argument("--device", default="cuda", help="cuda (default; none is needed here), or cpu")
+    plan.add_argument("--json", action="store_true", help="one JSON object, in bytes")
+    plan.set_defaults(run=_plan)
 
 
 def _export(options) -> int:
@@ -50,6 +91,33 @@ def _export(options) -> int:
 
     print(export(options.source, options.out, tower_only=options.tower_only, format=options.format))
     return 0
+
+
+def _embed(options) -> int:
+    import transformers
+
+    from .embedding import embed
+
+    transformers.utils.logging.disable_progress_bar()
+    arguments = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    done = embed(**arguments)
+    failed = f"{done.failed} could not be read (see failed.jsonl)" if done.failed else "none failed"
+    print(f"{options.out}: {done.embedded} images embedded, {failed}, {done.done_before} were done before")
+    return 0
+
+
+def _plan(options) -> int:
+    sizes = []
+    for size in options.image_size:
+        if not re.fullmatch(r"\d+x\d+", size):
+            raise ValueError(f"--image-size has {size!r}; give width and height in pixels, such as 1024x768.")
+        sizes.append(tuple(map(int, size.split("x"))))
+    from .sizing import plan_memory
+
+    names = ("gpus", "memory", "images", "batch", "context", "dtype", "device")
+    plan = plan_memory(options.model, image_sizes=sizes, **{name: getattr(options, name) for name in names})
+    print(json.dumps(plan.to_dict()) if options.json else plan.table())
+    return int(plan.fits is False)
 
 
 def _describe(options) -> int:
