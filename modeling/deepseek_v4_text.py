@@ -247,10 +247,18 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
             layer.mlp = DeepseekV4VlMoeBlock(config, layer.mlp)
             if layer.self_attn.compressor is not None:
                 layer.self_attn.compressor = COMPRESSORS[layer.self_attn.layer_type](config)
-                # It chooses by top-k, which passes no gradient: DDP would wait for one.
-                if hasattr(layer.self_attn.compressor, "indexer"):
-                    layer.self_attn.compressor.indexer.requires_grad_(False)
         self.post_init()
+        self.train()
+
+    def train(self, mode: bool = True):
+        """As torch's. The indexers choose by top-k, which passes no gradient: they ask for none, or DDP would wait for one.
+
+        Loading makes every weight learn again, and ends with `eval()`; trainers begin with `train()`.
+        """
+        for layer in self.layers:
+            if hasattr(layer.self_attn.compressor, "indexer"):
+                layer.self_attn.compressor.indexer.requires_grad_(False)
+        return super().train(mode)
 
     @merge_with_config_defaults
     @capture_outputs

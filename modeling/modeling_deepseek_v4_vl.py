@@ -329,13 +329,15 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
         """
         if input_ids is None and inputs_embeds is None:
             raise ValueError("Pass input_ids, or inputs_embeds, or both.")
-        encoded = image_outputs(
-            self.get_image_features, pixel_values, {"image_grid_thw": image_grid_thw}, mm_encoder_outputs, kwargs
-        )
-        if encoded is not None and input_ids is None:
+        images = pixel_values is not None or (mm_encoder_outputs or {}).get("image") is not None
+        if images and input_ids is None:
             raise ValueError("Images came without input_ids, which say where they stand; pass both.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+        # After the embeddings, as where there is no image: ranks gather their shards in one order.
+        encoded = image_outputs(
+            self.get_image_features, pixel_values, {"image_grid_thw": image_grid_thw}, mm_encoder_outputs, kwargs
+        )
         if input_ids is not None:
             inputs_embeds = self._place_marks(inputs_embeds, input_ids)
         if encoded is not None:

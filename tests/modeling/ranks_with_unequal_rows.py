@@ -7,6 +7,7 @@ way of sharding, gradients compared with the mean of both rows' on one process.
 import copy
 import json
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
 
 from tests.hub_cards.tiny_models import TINY_MODELS, LabelledPrompts
 
@@ -45,6 +47,17 @@ def sharded(model):
     return fully_shard(model)
 
 
+def planned(model):
+    """Sharded by transformers, as the plans of the configurations say."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    return type(model).from_pretrained(folder[0], distributed_config=config).train()
+
+
 def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
@@ -61,7 +74,9 @@ def measure(family, wrap):
         wrapped.zero_grad()
         loss = wrapped(**batches[dist.get_rank()]).loss
         loss.backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name.removeprefix("module."): whole(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None
+    }
     assert found.keys() == expected.keys()
     return {
         "evaluated": evaluated,
@@ -75,7 +90,9 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     torch.set_num_threads(1)
     results = {
-        f"{family} {wrap.__name__}": measure(family, wrap) for family in TINY_MODELS for wrap in (replicated, sharded)
+        f"{family} {wrap.__name__}": measure(family, wrap)
+        for family in TINY_MODELS
+        for wrap in (replicated, sharded, planned)
     }
     Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -172,6 +172,12 @@ def test_vectors_norms_and_biases_stay_float32_and_the_rest_of_the_tower_is_bflo
             assert tensor.dtype == torch.bfloat16, name
 
 
+def test_what_passes_no_gradient_asks_for_none_after_loading_either(published):
+    model, _ = loaded(DeepseekV4ForConditionalGeneration, published)
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learning == {name for name, _ in model.named_parameters() if ".indexer." not in name}
+
+
 def test_the_bias_of_images_is_not_taken_for_that_of_text(published):
     model, _ = loaded(DeepseekV4ForConditionalGeneration, published)
     tensors = published_tensors()

@@ -25,7 +25,7 @@ def ranks(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("wrap", ["replicated", "sharded"])
+@pytest.mark.parametrize("wrap", ["replicated", "sharded", "planned"])
 @pytest.mark.parametrize("family", TINY_MODELS)
 def test_a_rank_of_text_alone_trains_and_evaluates_in_step_with_one_that_has_images(ranks, family, wrap):
     for rank in ranks:
