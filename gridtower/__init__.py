@@ -56,6 +56,7 @@ _PUBLIC = {
     "processing.processing_deepseek_v4_vl": ["DeepseekV4Processor"],
     "processing.collation": ["ConversationCollator", "as_messages", "labelled_text", "read_conversations"],
     "modeling.cuda_graphs": ["GraphedTower"],
+    "modeling.data_parallel": ["encode_data_parallel"],
     "modeling.trainable_parts": ["QUANTIZATION_SKIPS", "Part", "parameter_groups", "parts_summary", "prepare_parts"],
     "hub_cards.export": ["export"],
     "embedding": ["embed"],

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", help='model folder, hub repository, or "default" for the bundled model')
     export.add_argument("out", help="folder to write; new or empty")
     export.add_argument("--tower-only", action="store_true", help="write the vision tower as a model of its own")
+    export.add_argument("--with-projector", action="store_true", help="beside the tower, its projector's state dict")
     export.add_argument(
         "--format", choices=("hf", "mistral"), default="hf", help="layout to write; mistral is Pixtral's own"
     )
@@ -89,7 +90,8 @@ def _add_plan(commands) -> None:
 def _export(options) -> int:
     from .hub_cards.export import export
 
-    print(export(options.source, options.out, tower_only=options.tower_only, format=options.format))
+    names = ("tower_only", "format", "with_projector")
+    print(export(options.source, options.out, **{name: getattr(options, name) for name in names}))
     return 0
 
 

@@ -11,8 +11,10 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from huggingface_hub import ModelCard, ModelCardData, save_torch_state_dict, snapshot_download
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from ..configuration.configuration_deepseek_v4_vl import DeepseekV4VisionConfig, DeepseekV4VlConfig, vision_fields
@@ -42,7 +44,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 @dataclass(frozen=True)
 class Family:
-    """The classes that read one family's folders, the name of its card, and that of the tower among its tensors.
+    """The classes that read one family's folders, the name of its card, and those of tower and projector among its tensors.
 
     `published_processor` says whether published folders, which have no processor files, tell all that stands in them.
     """
@@ -54,6 +56,7 @@ class Family:
     video_processor: type | None
     card: str
     tower: str = "vision_tower"
+    projector: str = "multi_modal_projector"
     published_processor: bool = False
 
 
@@ -69,6 +72,7 @@ _DEEPSEEK_V4 = Family(
     None,
     "deepseek_v4_vl",
     tower="vision",
+    projector="aligner",
     published_processor=True,
 )
 _DEEPSEEK_V41 = "deepseek_v41"
@@ -84,9 +88,16 @@ FAMILIES = {
     _DEEPSEEK_V41: _DEEPSEEK_V4,
 }
 FORMATS = ("hf", "mistral")
+PROJECTOR_FILE = "projector.safetensors"
 
 
-def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool = False, format: str = "hf") -> Path:
+def export(
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    tower_only: bool = False,
+    format: str = "hf",
+    with_projector: bool = False,
+) -> Path:
     """Write the hub folder of `source` to `out`, and return its path.
 
     Args:
@@ -95,6 +106,7 @@ def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool =
         out: a folder that does not exist yet, or is empty. It appears complete or not at all.
         tower_only: write the vision tower and its image processor as a model of its own.
         format: `"hf"`, or `"mistral"` for a Pixtral folder in Mistral's own layout.
+        with_projector: beside a tower of a whole model, write the state dict of its projector as `projector.safetensors`.
 
     Raises:
         ValueError: no folder of a family that gridtower knows, an impossible configuration, a layout that the family
@@ -107,6 +119,8 @@ def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool =
         raise ValueError(
             f"format is {format!r} with tower_only={tower_only}; give one of {FORMATS}, a tower being 'hf'."
         )
+    if with_projector and not tower_only:
+        raise ValueError("with_projector goes with tower_only; a whole model has its projector anyway.")
     folder = source_folder(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
@@ -117,7 +131,7 @@ def export(source: str | os.PathLike, out: str | os.PathLike, tower_only: bool =
         if format == "mistral":
             _write_native_folder(folder, work)
         else:
-            _write_hub_folder(folder, work, tower_only)
+            _write_hub_folder(folder, work, tower_only, with_projector)
         if out.exists():
             out.rmdir()
         work.rename(out)
@@ -138,11 +152,15 @@ def _write_native_folder(folder: Path, work: Path) -> None:
     hf_to_native(folder, work)
 
 
-def _write_hub_folder(folder: Path, work: Path, tower_only: bool) -> None:
+def _write_hub_folder(folder: Path, work: Path, tower_only: bool, with_projector: bool) -> None:
     fields = _read_json(folder / "config.json")
     family = family_of(fields, folder, tower_only)
     if tower_only and fields["model_type"] != family.vision_config.model_type:
         _write_tower(folder, work, fields, family)
+        if with_projector:
+            save_file(_tensors_of(folder, family.projector), work / PROJECTOR_FILE, metadata={"format": "pt"})
+    elif with_projector:
+        raise ValueError(f"{folder} holds a tower alone; its projector can be written from the whole model only.")
     else:
         _write_model(folder, work, fields, family, link=folder != DEFAULT_MODEL)
 
@@ -234,18 +252,7 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
     vision |= {"architectures": [config.hub_classes["AutoModel"].split(".")[1]], "auto_map": dict(config.hub_classes)}
     _write_json(work / "config.json", vision)
 
-    tensors = {}
-    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="Reading", unit="shard", disable=None, leave=False):
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():
-                _, found, inner = f".{name}".partition(f".{family.tower}.")
-                if found:
-                    tensors[inner] = shard.get_tensor(name)
-    if not tensors:
-        raise ValueError(
-            f"{folder} has no safetensors with a {family.tower}; export needs the weights beside config.json."
-        )
-    save_torch_state_dict(tensors, work, metadata={"format": "pt"})
+    save_torch_state_dict(_tensors_of(folder, family.tower), work, metadata={"format": "pt"})
 
     parts = [config]
     if settings := _image_processor_settings(folder, family):
@@ -254,6 +261,20 @@ def _write_tower(folder: Path, work: Path, fields: dict, family: Family) -> None
         parts.append(family.image_processor)
     write_code(work, parts)
     _write_card(work, family, True, folder)
+
+
+def _tensors_of(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    """The tensors of a part of the model in `folder`, by their names inside of it."""
+    tensors = {}
+    for path in tqdm(sorted(folder.glob("*.safetensors")), desc="Reading", unit="shard", disable=None, leave=False):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():
+                _, found, inner = f".{name}".partition(f".{part}.")
+                if found:
+                    tensors[inner] = shard.get_tensor(name)
+    if not tensors:
+        raise ValueError(f"{folder} has no safetensors with a {part}; export needs the weights beside config.json.")
+    return tensors
 
 
 def _has_processor_files(folder: Path) -> bool:

@@ -165,7 +165,7 @@ class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, KeepsWholeWhatD
             raise ValueError("Pass the grids once, as grid_thw: (num_images, 3), in patches.")
         grid_thw = image_grid_thw if grid_thw is None else grid_thw
         self.check_patches(pixel_values)
-        patches = pixel_values.to(self.patch_embed.proj.weight.device)
+        patches = self.on_this_device(pixel_values)
         grids = PatchGrids(grid_thw, 1, len(patches), patches.device)
         cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)

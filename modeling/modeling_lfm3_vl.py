@@ -206,6 +206,7 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
         if (grid_thw is None) == (image_grid_thw is None):
             raise ValueError("Pass the grids once, as grid_thw: (number of images or videos, 3), in patches.")
         grid_thw = image_grid_thw if grid_thw is None else grid_thw
+        pixel_values = self.on_this_device(pixel_values)
         grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
         cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)

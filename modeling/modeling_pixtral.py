@@ -231,7 +231,7 @@ class PixtralVisionModel(RunsFromMetadata, PixtralPreTrainedModel):
             )
 
     def _encode_packed(self, patches, grid_thw, merge: int, **kwargs):
-        patches = patches.to(self.patch_conv.weight.device)
+        patches = self.on_this_device(patches)
         grids = PatchGrids(grid_thw, merge, len(patches), patches.device)
         cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)

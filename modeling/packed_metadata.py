@@ -14,6 +14,10 @@ class RunsFromMetadata:
     spatial_merge_size = 1
     packed_inputs = ("cos", "sin", "cu_seqlens", "max_seqlen")  # of the metadata, what `forward_packed` takes
 
+    def on_this_device(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """`pixel_values` where the tower computes; of a tower that is offloaded accelerate has moved them already."""
+        return pixel_values if self.device.type == "meta" else pixel_values.to(self.device)
+
     def packed_metadata(self, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
         """All that the tower needs to know of `grid_thw`, as tensors on the tower's device.
 
