@@ -69,7 +69,7 @@ def png(rng: np.random.Generator) -> bytes:
 
 
 def run_command(tars: Path, tower: Path, out: Path, options: list[str]) -> tuple[float, list[float]]:
-    """Seconds from the first shard's folder to the end, and MiB of resident memory at each second of them."""
+    """Seconds from the moment that the inputs and the model are read, and MiB of resident memory at each second of them."""
     command = [sys.executable, "-m", "gridtower.command_line", "embed", str(tars), "--model", str(tower)]
     process = subprocess.Popen([*command, "--out", str(out), "--features", "pooled", "--device", "cpu", *options])
     watched, memory, started = psutil.Process(process.pid), [], None
@@ -98,6 +98,13 @@ def missing_and_repeated(out: Path, keys: list[str]) -> tuple[int, int]:
     return len(set(keys) - set(found)), sum(found.values()) - len(found)
 
 
+def steady_rate(out: Path) -> float:
+    """Images in a second from the first shard to the last: without what it takes to start."""
+    lines = [json.loads(line) for line in (out / "manifest.jsonl").open(encoding="utf-8")]
+    times = sorted(((out / line["shard"]).stat().st_mtime, line["images"]) for line in lines)
+    return sum(images for _, images in times[1:]) / (times[-1][0] - times[0][0])
+
+
 def quarters(memory: list[float]) -> list[int]:
     """Medians of the four quarters of a run."""
     bounds = np.linspace(0, len(memory), 5).astype(int)
@@ -111,11 +118,13 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="*", default=[], help="one run on Ray for each")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--patches", default="2048", help="in a batch; few, so that memory is seen over many batches")
     parser.add_argument("--shard-size", default="1MB", help="small, so that memory is seen over many shards")
     arguments = parser.parse_args()
     runs = [(f"local, {n} workers", ["--workers", str(n)]) for n in arguments.workers]
     for actors in arguments.actors:
         runs.append((f"ray, {actors} actors", ["--engine", "ray", "--actors", str(actors), "--workers", "0"]))
+    sizes = ["--patches", arguments.patches, "--shard-size", arguments.shard_size]
     print(f"{arguments.images} images, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         tower, tars = Path(scratch, "tower"), Path(scratch, "tars")
@@ -123,10 +132,10 @@ def main() -> None:
         keys = write_tars(tars, arguments.images)
         for number, (name, options) in enumerate(runs):
             out = Path(scratch, f"out-{number}")
-            seconds, memory = run_command(tars, tower, out, [*options, "--shard-size", arguments.shard_size])
+            seconds, memory = run_command(tars, tower, out, [*options, *sizes])
             missing, repeated = missing_and_repeated(out, keys)
             print(
-                f"{name}: {arguments.images / seconds:.0f} images/s in {seconds:.0f} s; resident MiB by quarter "
+                f"{name}: {steady_rate(out):.0f} images/s, {seconds:.0f} s with the start; resident MiB by quarter "
                 f"{quarters(memory)}; missing {missing}, repeated {repeated}; {len(list(out.glob('features-*')))} shards",
                 flush=True,
             )

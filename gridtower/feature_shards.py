@@ -121,9 +121,11 @@ def open_feature_folder(out: Path, settings: dict, retry_failed: bool) -> Iterat
         raise ValueError(f"another process is embedding into {out}; wait for it, or name another folder.") from error
     with lock:
         unfinished = out / f".unfinished-{uuid.uuid4().hex}"
-        for left_behind in out.glob(".unfinished-*"):
+        for left_behind in list(out.glob(".unfinished-*")):
             # Renamed first: at once nothing more can be written or moved there.
-            shutil.rmtree(left_behind.rename(out / f".removed-{uuid.uuid4().hex}"), ignore_errors=True)
+            left_behind.rename(out / f".removed-{uuid.uuid4().hex}")
+        for removed in out.glob(".removed-*"):
+            shutil.rmtree(removed, ignore_errors=True)
         unfinished.mkdir()
         try:
             _check_settings(out / SETTINGS, settings, unfinished)

@@ -5,9 +5,11 @@ tensors that have shapes and no values; no formula of a family stands here.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -428,7 +430,7 @@ def _placed(name: str, devices: list[DeviceMemory], limit: int | None) -> Placem
 def _split_by_layers(model, weights, traced: _Traced, gpus: int, limit: int | None) -> Placement:
     """As `device_map="auto"` would, were each device told to leave room for activations and its share of the cache.
 
-    Activations count in full on each device.
+    Activations count in full on each device that has layers.
     """
     name = f"device_map over {gpus}"
     room = sum(weights.values())
@@ -440,8 +442,9 @@ def _split_by_layers(model, weights, traced: _Traced, gpus: int, limit: int | No
     full = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     most = dict.fromkeys(range(gpus), int(room * full / sum(weights.values())))
     unsplit = model._no_split_modules
-    balanced = get_balanced_memory(model, max_memory=most, no_split_module_classes=unsplit)
-    device_map = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=unsplit)
+    with _devices_elsewhere():
+        balanced = get_balanced_memory(model, max_memory=most, no_split_module_classes=unsplit)
+        device_map = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=unsplit)
     if not set(device_map.values()) <= set(range(gpus)):
         return Placement(name, fits=False, obstacle="a part of the weights would be offloaded")
     on_device = [0] * gpus
@@ -450,8 +453,24 @@ def _split_by_layers(model, weights, traced: _Traced, gpus: int, limit: int | No
     caches = [0] * gpus
     for index, layer in enumerate(traced.layers):
         caches[get_device(device_map, f"model.language_model.layers.{index}.")] += sum(layer)
-    devices = [DeviceMemory(*sizes, traced.activations) for sizes in zip(on_device, caches)]
+    used = set(device_map.values())
+    devices = [
+        DeviceMemory(*sizes, traced.activations if index in used else 0)
+        for index, sizes in enumerate(zip(on_device, caches))
+    ]
     return _placed(name, devices, limit)
+
+
+@contextmanager
+def _devices_elsewhere():
+    """Without accelerate's warnings that this machine lacks the devices that are planned for."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _split_by_tensors(model, weights, traced: _Traced, gpus: int, limit: int | None) -> Placement:

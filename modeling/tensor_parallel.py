@@ -67,12 +67,15 @@ if torch.distributed.is_available():
 class KeepsWholeWhatDoesNotDivide:
     """Base of towers and whole models: a tower or text model whose heads the ranks cannot share equally stays whole."""
 
-    def _resolve_parallel_plans(self, distributed_config):
+    def init_parallel_plans(self) -> None:
+        """As transformers', without the rules for parts that this model does not have: one plan serves a whole family."""
+        super().init_parallel_plans()
         present = {name for name, _ in (*self.named_modules(), *self.named_parameters())}
         present = {replace_layer_number_by_wildcard(name) for name in present}
-        # One plan serves all models of a family; not every model has every part.
         for plan in ("_tp_plan", "_fsdp_plan"):
             setattr(self, plan, {rule: style for rule, style in getattr(self, plan).items() if rule in present})
+
+    def _resolve_parallel_plans(self, distributed_config):
         parts = {
             name: part for name, part in self.named_modules() if name.endswith(("vision_tower", "language_model"))
         }

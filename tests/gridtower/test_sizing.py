@@ -1,9 +1,12 @@
 """Plans of memory, checked against what real models of the same shape allocate on a CPU."""
 
 import json
+import shutil
+from functools import cached_property
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.profiler import profile
 
 from gridtower.command_line import main
@@ -72,6 +75,10 @@ class Case:
         self.text_alone = {"input_ids": torch.full_like(ids, 5), "attention_mask": torch.ones_like(ids)}
         self.length = ids.shape[1]
 
+    @cached_property
+    def plan(self):
+        return planned(self)
+
 
 @pytest.fixture(scope="module", params=TINY_MODELS)
 def case(request, tmp_path_factory):
@@ -99,18 +106,51 @@ def planned(case, **arguments):
 
 def test_weights_are_counted_to_the_byte_from_the_configuration_alone(case):
     tensors = (*case.model.parameters(), *case.model.buffers())
-    assert sum(planned(case).weights.values()) == sum(tensor.nbytes for tensor in tensors)
+    assert sum(case.plan.weights.values()) == sum(tensor.nbytes for tensor in tensors)
     assert not list(case.folder.glob("*.safetensors"))
 
 
+def test_weights_have_the_dtypes_that_loading_gives_them(case, tmp_path):
+    case.model.save_pretrained(tmp_path)
+    loaded = type(case.model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    plan = plan_memory(tmp_path, images=0, context=8, dtype="bfloat16")
+    parts = {"tower": loaded.model.vision_tower, "text": loaded.model.language_model}
+    for part, module in parts.items():
+        assert plan.weights[part] == sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    assert sum(plan.weights.values()) == sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
+
+
+def test_a_configuration_is_all_that_a_folder_needs(case, tmp_path):
+    shutil.copy(case.folder / "config.json", tmp_path)
+    plan = plan_memory(tmp_path, image_sizes=[(64, 48)], dtype="float32", device="cpu")
+    assert plan.weights == case.plan.weights
+    assert plan.images[0].patches > plan.images[0].tokens > 0
+
+
+def test_quantized_text_weights_are_counted_as_they_are_on_disk(case, tmp_path):
+    case.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    case.model.float()
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1 and not any(part in name for part in ("vision", "projector", "aligner", "head")):
+            tensors[name] = tensor.to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    plan = plan_memory(tmp_path, images=0, context=8, dtype="bfloat16")
+    on_disk = sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(plan.weights.values()) == pytest.approx(on_disk, rel=1e-3)
+    assert "quantized" in plan.notes[0]
+
+
 def test_images_cost_the_patches_and_tokens_that_the_processor_makes_of_them(case):
-    plan = planned(case)
+    plan = case.plan
     assert [image.patches for image in plan.images] == case.inputs["image_grid_thw"].prod(-1).tolist()
     assert plan.context == case.length
 
 
 def test_peak_and_cache_of_a_prompt_with_images_are_those_of_a_real_run(case):
-    plan, pixels = planned(case), case.inputs["pixel_values"].nbytes
+    plan, pixels = case.plan, case.inputs["pixel_values"].nbytes
     most, outputs = allocated_at_most(lambda: case.model(**case.inputs, use_cache=True, logits_to_keep=1))
     assert plan.cache + plan.activations == pytest.approx(most + pixels, rel=0.1)
     assert plan.cache == held_bytes(*outputs.cache.layers)
@@ -120,7 +160,7 @@ def test_peak_until_images_are_encoded_is_that_of_a_real_run(case):
     pixels, grid = case.inputs["pixel_values"], case.inputs["image_grid_thw"]
     most, _ = allocated_at_most(lambda: case.model.get_image_features(pixels, grid))
     embeddings = 4 * case.length * case.model.get_input_embeddings().embedding_dim  # made before, float32
-    assert planned(case).tower_peak == pytest.approx(most + pixels.nbytes + embeddings, rel=0.1)
+    assert case.plan.tower_peak == pytest.approx(most + pixels.nbytes + embeddings, rel=0.1)
 
 
 def test_peak_of_text_alone_is_that_of_a_real_run(case):
@@ -128,8 +168,20 @@ def test_peak_of_text_alone_is_that_of_a_real_run(case):
     assert planned(case, images=0).prefill_peak == pytest.approx(most, rel=0.1)
 
 
+def test_rows_of_a_batch_add_up_as_in_a_real_run(case):
+    two = {name: torch.cat([tensor, tensor]) for name, tensor in case.inputs.items()}
+    most, _ = allocated_at_most(lambda: case.model(**two, use_cache=True, logits_to_keep=1))
+    plan = planned(case, batch=2)
+    assert plan.cache + plan.activations == pytest.approx(most + two["pixel_values"].nbytes, rel=0.1)
+
+
+def test_a_device_without_layers_needs_nothing(case):
+    by_layers = planned(case, gpus=8, images=0, context=8).placements[1]
+    assert all(device.weights or not device.total for device in by_layers.devices)
+
+
 def test_several_devices_hold_all_weights_and_what_is_sharded_once(case):
-    whole = sum(planned(case).weights.values())
+    whole = sum(case.plan.weights.values())
     plan = planned(case, gpus=2, memory=10.0, device="cuda")
     one, by_layers, by_tensors = plan.placements
     assert one.devices[0].weights == sum(device.weights for device in by_layers.devices) == whole
@@ -140,7 +192,8 @@ def test_several_devices_hold_all_weights_and_what_is_sharded_once(case):
 
 
 def test_a_plan_is_plain_data(case):
-    assert json.loads(json.dumps(planned(case, memory=1.0).to_dict()))["fits"] is True
+    fields = json.loads(json.dumps(case.plan.to_dict()))
+    assert fields["cache"] == case.plan.cache and fields["fits"] is None
 
 
 @pytest.mark.parametrize(

@@ -623,12 +623,6 @@ def test_a_frozen_tower_builds_no_graph():
     assert not model.model.vision_tower(make_images()).last_hidden_state.requires_grad
 
 
-def test_the_tower_has_no_parallel_plan_so_no_head_is_ever_split():
-    model = make_model()
-    assert not [name for name in model.tp_plan if "vision_tower" in name]
-    assert [name for name in model.tp_plan if "language_model" in name]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_tied_only_where_the_configuration_says_so(tied, tmp_path):
     model = make_model(tie_word_embeddings=tied)
