@@ -10,23 +10,17 @@ from transformers.configuration_utils import SubConfigSpec
 from .flat_code import SavesItsCode
 
 LAYER_TYPES = ("conv", "full_attention")
-# Of a gated convolution, in the tower and in the text model; the convolution itself has a name of its own in each.
-SHARDED_CONV = {
-    "layers.*.conv": "reads_conv",
-    "layers.*.conv.in_proj": "stacked_colwise_3",
-    "layers.*.conv.out_proj": "stacked_rowwise",
-}
-# transformers has no plan for the layers of its LFM3 text model.
-SHARDED_TEXT = {
+# What layers of the tower and of the text model share in parallel; transformers has no plan for those of the latter.
+# Outputs of attention, and the convolution itself, have names of their own in each.
+SHARDED_LAYERS = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.g_proj": "colwise",
     "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
     "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.o_proj": "rowwise",
-    **SHARDED_CONV,
-    "layers.*.conv.conv": "channelwise_conv",
+    "layers.*.conv": "reads_conv",
+    "layers.*.conv.in_proj": "stacked_colwise_3",
+    "layers.*.conv.out_proj": "stacked_rowwise",
     "layers.*.feed_forward.w1": "colwise",
     "layers.*.feed_forward.w3": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
@@ -63,18 +57,9 @@ class Lfm3VlVisionConfig(SavesItsCode, PreTrainedConfig):
         "AutoConfig": "configuration_lfm3_vl.Lfm3VlVisionConfig",
         "AutoModel": "modeling_lfm3_vl.Lfm3VlVisionModel",
     }
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    base_model_tp_plan = SHARDED_LAYERS | {
         "layers.*.self_attn.out_proj": "rowwise",
-        **SHARDED_CONV,
         "layers.*.conv.spatial_conv": "channelwise_conv",
-        "layers.*.feed_forward.w1": "colwise",
-        "layers.*.feed_forward.w3": "colwise",
-        "layers.*.feed_forward.w2": "rowwise",
     }
     base_model_fsdp_plan = {"layers.*": "free_full_weight"}
 
@@ -197,12 +182,15 @@ class Lfm3VlConfig(SavesItsCode, PreTrainedConfig):
     base_model_tp_plan = {
         "multi_modal_projector.linear_1": "colwise",
         "multi_modal_projector.linear_2": "rowwise",
-        **{f"language_model.{rule}": style for rule, style in SHARDED_TEXT.items()},
+        **{f"language_model.{rule}": style for rule, style in SHARDED_LAYERS.items()},
+        "language_model.layers.*.self_attn.g_proj": "colwise",
+        "language_model.layers.*.self_attn.o_proj": "rowwise",
+        "language_model.layers.*.conv.conv": "channelwise_conv",
     }
     base_model_pp_plan = {
         "language_model.embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "language_model.layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "language_model.norm": (["hidden_states"], ["hidden_states"]),
+        "language_model.embedding_norm": (["hidden_states"], ["hidden_states"]),
     }
     base_model_fsdp_plan = {"vision_tower": "free_full_weight", "multi_modal_projector": "free_full_weight"}
 

@@ -39,6 +39,7 @@ def test_tower_and_text_model_are_found_by_name_and_have_plans(served):
     assert [rule for rule in model.tp_plan if rule.startswith("language_model.")]
     # One list of layers is cut into stages; the tower stays with the first.
     assert [name for name in model.pp_plan if name.endswith("layers")] == ["language_model.layers"]
+    assert model.pp_plan.keys() <= {name for name, _ in model.named_modules()}
 
 
 def test_tokens_are_counted_for_sizes_of_1_to_10_000(served):
