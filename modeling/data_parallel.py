@@ -3,6 +3,8 @@
 For ranks that hold the same batch and the whole tower, such as those of a tensor-parallel text model.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,43 +37,44 @@ def encode_data_parallel(
         ValueError: grids that are malformed or do not fit the patches, or reentrant gradient checkpointing, which would
             pass the sum by.
     """
-    part = getattr(tower, "model", tower)  # a model with a language head
+    part = tower.base_model  # without a language head
     whole = hasattr(part, "vision_tower")
     encoder = _ImageFeatures(part) if whole else _PatchStates(part)
     vision = part.vision_tower if whole else part
-    side = getattr(vision, "spatial_merge_size", 1)
+    side = vision.spatial_merge_size
     grid = checked_grid(grid_thw, side, len(pixel_values))
     _refuse_reentrant(vision)
 
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    shares = images_by_rank([image_cost(vision, *image) for image in grid], ranks)
+    shares = images_by_rank(image_costs(vision, grid), dist.get_world_size(group))
     rows = [encoder.rows(*image) for image in grid]
+    rows_of_share = [sum(rows[index] for index in share) for share in shares]
     patches = pixel_values.split([steps * height * width for steps, height, width in grid])
+    rank = dist.get_rank(group)
     mine = shares[rank]
     if mine:
         pixels, own_grid = torch.cat([patches[index] for index in mine]), grid_thw[mine]
     else:  # something for the graph, so that this rank takes part in the sum of gradients
         pixels, own_grid = patches[0][: side**2], grid_thw.new_tensor([[1, side, side]])
     features = encoder.with_summed_gradients(pixels, own_grid, group)
-    features = features[: sum(rows[index] for index in mine)]
-
-    most = max(sum(rows[index] for index in share) for share in shares)
-    gathered = _Gather.apply(features, most, group)
+    gathered = _Gather.apply(features[: rows_of_share[rank]], max(rows_of_share), group)
     encoded = [None] * len(grid)
-    for share, of_rank in zip(shares, gathered):
-        for index, image in zip(share, of_rank.split([*(rows[i] for i in share), most - sum(rows[i] for i in share)])):
+    for share, count, of_rank in zip(shares, rows_of_share, gathered):
+        for index, image in zip(share, of_rank[:count].split([rows[index] for index in share])):
             encoded[index] = image
     if whole:
         return BaseModelOutputWithPooling(pooler_output=tuple(encoded))
     return BaseModelOutputWithPooling(last_hidden_state=torch.cat(encoded))
 
 
-def image_cost(tower: nn.Module, steps: int, rows: int, cols: int) -> int:
-    """Multiplications that one image takes: of its patches with the weights, and of the patches of a frame with each other."""
+def image_costs(tower: nn.Module, grid: Sequence[Sequence[int]]) -> list[int]:
+    """Multiplications that each image of `grid` (steps, rows, columns) takes.
+
+    Those of its patches with the weights, and of the patches of a frame with each other.
+    """
     matrices = sum(weight.numel() for weight in tower.parameters() if weight.ndim > 1)
     attentions = sum(getattr(module, "is_causal", None) is False for module in tower.modules())
-    length = rows * cols
-    return steps * length * (matrices + 2 * attentions * length * tower.config.hidden_size)
+    each_other = 2 * attentions * tower.config.hidden_size
+    return [steps * rows * cols * (matrices + each_other * rows * cols) for steps, rows, cols in grid]
 
 
 def images_by_rank(costs: list[int], ranks: int) -> list[list[int]]:

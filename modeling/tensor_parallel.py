@@ -7,25 +7,22 @@ A server that does not know the styles named here leaves these modules whole, al
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.distributed.parallel_utils import (
+    ALL_PARALLEL_STYLES,
+    _use_local_dtensor_params,
+    replace_layer_number_by_wildcard,
+)
 from transformers.distributed.tensor_parallel import PackedColwiseParallel, RowwiseParallel, TensorParallelLayer
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
+from transformers.distributed.utils import _warning_once_on_rank_zero
 
 
 class StackedColwiseParallel(PackedColwiseParallel):
     """Linear maps stacked in one weight, and in one bias: every rank holds its part of each of them."""
 
     def shard_param(self, module, param, mesh):
-        from torch.distributed.tensor import distribute_tensor
         from torch.distributed.tensor.placement_types import _StridedShard
 
-        whole = module._parameters.get(param)
-        if whole is not None:
-            placement = _StridedShard(dim=0, split_factor=self.split_factor)
-            sharded = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        _distribute(module, param, mesh, _StridedShard(dim=0, split_factor=self.split_factor))
 
 
 class ChannelwiseConvParallel(TensorParallelLayer):
@@ -35,12 +32,9 @@ class ChannelwiseConvParallel(TensorParallelLayer):
         return True
 
     def shard_param(self, module, param, mesh):
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Shard
 
-        whole = module._parameters.get(param)
-        if whole is not None:
-            sharded = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        _distribute(module, param, mesh, Shard(0))
 
     def install_forward(self, module, mesh):
         module.groups //= mesh.size()
@@ -51,9 +45,17 @@ class ReadsConvParallel(TensorParallelLayer):
     """A block that reads the kernels of its convolution itself, instead of calling it."""
 
     def context_around_forward(self, module, mesh):
-        from transformers.distributed.parallel_utils import _use_local_dtensor_params
-
         return _use_local_dtensor_params(next(part for part in module.children() if hasattr(part, "kernel_size")))
+
+
+def _distribute(module: nn.Module, param: str, mesh, placement) -> None:
+    """Put the shard of this rank in the place of a parameter, if the module has it."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = module._parameters.get(param)
+    if whole is not None:
+        sharded = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
 
 
 if torch.distributed.is_available():
@@ -91,7 +93,7 @@ class KeepsWholeWhatDoesNotDivide:
         if not by_heads or not (heads % ranks or groups % ranks):
             return
         self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if rule not in rules}
-        logger.warning_once(
+        _warning_once_on_rank_zero(
             f"{type(part).__name__} has {heads} heads in {groups} groups, which {ranks} ranks cannot share equally: every "
             f"rank keeps all of it. Give a tp_size that divides {groups} to shard it."
         )

@@ -1,28 +1,16 @@
 """Training on two ranks of which one has no image: nobody waits, and gradients are those of one process."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from ..hub_cards.tiny_models import TINY_MODELS
-
-SCRIPT = Path(__file__).with_name("ranks_with_unequal_rows.py")
+from .two_ranks import measured_by_ranks, run_on_two_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    run = subprocess.run(
-        [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    run_on_two_ranks("ranks_with_unequal_rows.py", folder)
+    return measured_by_ranks(folder)
 
 
 @pytest.mark.parametrize("wrap", ["replicated", "sharded", "planned"])

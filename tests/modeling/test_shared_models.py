@@ -1,21 +1,17 @@
 """One model on several ranks, by its tensors, by the images of its tower, or both: outputs and gradients of one process."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
-from gridtower.modeling.data_parallel import encode_data_parallel, image_cost, images_by_rank
+from gridtower.modeling.data_parallel import encode_data_parallel, image_costs, images_by_rank
 
 from ..hub_cards.tiny_models import TINY_MODELS
-
-SCRIPT = Path(__file__).with_name("ranks_sharing_one_model.py")
+from .two_ranks import measured_by_ranks, run_on_two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +20,14 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for family, make in TINY_MODELS.items():
         make()[0].save_pretrained(folder / family)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    run = subprocess.run(
-        [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_on_two_ranks("ranks_sharing_one_model.py", folder)
     return folder
 
 
 @pytest.fixture(params=TINY_MODELS)
 def measured(folder, request):
     """Of each rank."""
-    return [json.loads((folder / f"rank{rank}.json").read_text())[request.param] for rank in range(2)]
+    return [rank[request.param] for rank in measured_by_ranks(folder)]
 
 
 @pytest.mark.parametrize("shared", ["by tensors", "by images", "by both"])
@@ -81,13 +72,13 @@ def test_a_model_in_shards_saves_what_it_was_loaded_from(folder, family):
 def test_a_tower_whose_heads_do_not_divide_stays_whole_with_one_warning(family, caplog):
     model, _ = TINY_MODELS[family]()
     tower = model.model.vision_tower
+    logging.warning_once.cache_clear()
     with caplog.at_level("WARNING"):
         for _ in range(2):
             plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=3))
     assert not [name for name in plan if ".vision_tower." in name]
-    assert (
-        sum(type(tower).__name__ in record.message and "3 ranks" in record.message for record in caplog.records) <= 1
-    )
+    warnings = [record.message for record in caplog.records if "3 ranks" in record.message]
+    assert sum(message.startswith(type(tower).__name__) for message in warnings) == 1
     assert "lm_head" in plan
 
 
@@ -108,7 +99,8 @@ def test_the_dearest_images_are_dealt_out_first():
 
 def test_attention_makes_one_large_image_dearer_than_its_patches_in_many_frames():
     tower = TINY_MODELS["pixtral"]()[0].model.vision_tower
-    assert image_cost(tower, 1, 32, 32) > image_cost(tower, 16, 8, 8) > 16 * image_cost(tower, 1, 4, 4)
+    one_large, many_frames, one_small = image_costs(tower, [(1, 32, 32), (16, 8, 8), (1, 4, 4)])
+    assert one_large > many_frames > 16 * one_small
 
 
 @pytest.mark.parametrize("family", TINY_MODELS)

@@ -1,0 +1,23 @@
+"""Starts the scripts that run on two gloo ranks, and reads what they measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_on_two_ranks(script: str, folder: Path) -> None:
+    """torchrun of a script beside this file, which takes `folder`."""
+    path = Path(__file__).with_name(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path.parents[2])}
+    run = subprocess.run(
+        [*command, str(path), str(folder)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def measured_by_ranks(folder: Path) -> list[dict]:
+    """What each rank wrote to `folder`."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
