@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from transformers.utils import is_torchvision_available
 
-from .configuration.native_params_pixtral import is_native_folder
 from .feature_shards import Failure
-from .hub_cards.export import FAMILIES, family_of
+from .hub_cards.export import read_family
 from .media_rows import MediaRow
 from .processing.media_loading import open_image
 
@@ -37,7 +36,7 @@ class ImageDecoder:
     """
 
     def __init__(self, folder: Path, vision_config):
-        family = _family(folder)
+        family, _ = read_family(folder)
         name = family.image_processor.__name__
         self.processor = _ours(name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
         self.settings = {"normalize_on_device": _normalizes_alike(self.processor, vision_config)}
@@ -108,27 +107,16 @@ class ImageEncoder:
         return list(torch.cat(list(found)).to("cpu", self.dtype).split([len(image) for image in found]))
 
 
-def _family(folder: Path):
-    if is_native_folder(folder):
-        return FAMILIES["mistral3"]
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; name the folder that `save_pretrained` or an export wrote.")
-    return family_of(json.loads(path.read_text(encoding="utf-8")), folder)
-
-
 def _load(folder: Path, features: str, dtype: str):
-    family, native = _family(folder), is_native_folder(folder)
-    tower_type = family.vision_config.model_type
-    fields = {} if native else json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if fields.get("model_type") != tower_type:
+    family, fields = read_family(folder)
+    if fields.get("model_type") != family.vision_config.model_type:
         model_class, config_class = _without_text_model(_model_class(family.config)), family.config
     elif features == "projector":
         raise ValueError(f"{folder} holds a tower alone; projector features need the whole model.")
     else:
         model_class, config_class = _model_class(family.vision_config), family.vision_config
     config = None
-    if not native:
+    if fields:
         config = config_class.from_pretrained(folder)
         # Of the text model: towers and projectors are published unquantized, and a quantizer may want a GPU.
         config.__dict__.pop("quantization_config", None)

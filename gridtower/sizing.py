@@ -23,8 +23,7 @@ from transformers.integrations.accelerate import get_balanced_memory, get_device
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration.configuration_deepseek_v4_vl import DeepseekV4VlConfig
-from .configuration.native_params_pixtral import is_native_folder
-from .hub_cards.export import FAMILIES, family_of, source_folder
+from .hub_cards.export import has_processor_files, read_family, source_folder
 from .processing.processing_deepseek_v4_vl import ALIGNMENT, BLOCK_TOKENS, PAD, interleaved_block
 from .traced_memory import TracedMemory, held_bytes
 
@@ -228,14 +227,8 @@ def _refuse_unknown(**choices) -> None:
 
 def _configuration(folder: Path):
     """The configuration of the whole model in a folder, and its family."""
-    if is_native_folder(folder):
-        family = FAMILIES["mistral3"]
-        return family.config.from_pretrained(folder), family
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json; name the folder of a model.")
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = family_of(fields, folder)
-    if fields["model_type"] == family.vision_config.model_type:
+    family, fields = read_family(folder)
+    if fields.get("model_type") == family.vision_config.model_type:
         raise ValueError(f"{folder} holds a tower alone; name the folder of a whole model.")
     return family.config.from_pretrained(folder), family
 
@@ -248,7 +241,8 @@ def _prompt(folder: Path, config, family, sizes) -> tuple[tuple[ImageCost, ...],
     if not sizes:
         return (), [], []
     processor = _image_processor(folder, config, family)
-    grids = [_grid(processor, *size) for size in sizes]
+    # Temporal steps, rows and columns, in patches.
+    grids = [[1, *processor.image_grid(height, width)] for width, height in sizes]
     costs, row = [], []
     for size, grid in zip(sizes, grids):
         block = _image_tokens(config, grid, len(row))
@@ -257,17 +251,8 @@ def _prompt(folder: Path, config, family, sizes) -> tuple[tuple[ImageCost, ...],
     return tuple(costs), row, grids
 
 
-def _grid(processor, width: int, height: int) -> list[int]:
-    """Temporal steps, rows and columns of an image, in patches."""
-    if hasattr(processor, "image_grid"):
-        return [1, *processor.image_grid(height, width)]
-    rules = (getattr(processor, name) for name in ("do_resize", "size", "patch_size", "merge_size"))
-    return [1, *(side // processor.patch_size for side in processor.target_sides(height, width, *rules))]
-
-
 def _image_processor(folder: Path, config, family):
-    saved = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    if saved or config.model_type != "lfm3_vl":
+    if has_processor_files(folder) or config.model_type != "lfm3_vl":
         return family.image_processor.from_pretrained(folder)
     vision = config.vision_config
     names = {

@@ -178,6 +178,18 @@ def source_folder(source: str | os.PathLike) -> Path:
         raise ValueError(f"{source} is neither a folder nor a repository that can be fetched: {error}") from error
 
 
+def read_family(folder: Path) -> tuple[Family, dict]:
+    """The family of the model or tower in `folder`, and the fields of its config.json; Mistral's own layout has none.
+
+    Raises:
+        ValueError: as [`family_of`], or there is no config.json.
+    """
+    if is_native_folder(folder):
+        return _PIXTRAL, {}
+    fields = _read_json(folder / "config.json")
+    return family_of(fields, folder), fields
+
+
 def family_of(fields: dict, folder: Path, tower_only: bool = False) -> Family:
     """The family that `fields`, a config.json, belongs to; the configuration is checked on the way."""
     model_type = fields.get("model_type")
@@ -213,7 +225,7 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
             parts += _point_to_code(name, settings, family, is_tower)
             _write_json(work / name, settings)
     write_code(work, parts)
-    if not is_tower and not _has_processor_files(folder) and family.published_processor:
+    if not is_tower and not has_processor_files(folder) and family.published_processor:
         _write_processor_files(folder, work, family)
     _write_card(work, family, is_tower, folder)
 
@@ -277,12 +289,13 @@ def _tensors_of(folder: Path, part: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _has_processor_files(folder: Path) -> bool:
+def has_processor_files(folder: Path) -> bool:
+    """Whether a folder says what its image processor is."""
     return any((folder / name).is_file() for name in _PROCESSOR_FILES[:2])
 
 
 def _image_processor_settings(folder: Path, family: Family) -> dict | None:
-    if not _has_processor_files(folder) and not family.published_processor:
+    if not has_processor_files(folder) and not family.published_processor:
         return None
     # Read by the class itself: older layouts spread the fields over several files, or have them in config.json.
     settings = family.image_processor.from_pretrained(folder).to_dict()

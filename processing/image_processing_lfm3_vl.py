@@ -97,8 +97,8 @@ class Lfm3VlImageRules(ReadsAnyImage):
             )
         return height, width
 
-    def get_number_of_image_patches(self, height, width, images_kwargs=None):
-        """Patches of an image of `height` x `width` pixels, under the overrides in `images_kwargs`."""
+    def image_grid(self, height, width, images_kwargs=None):
+        """(rows, columns) of patches of an image of `height` x `width` pixels, under the overrides in `images_kwargs`."""
         given = images_kwargs or {}
         size = pixel_bounds(given.get("size"), self.size, given.get("min_pixels"), given.get("max_pixels"))
         do_resize, patch_size, merge_size = (
@@ -106,7 +106,12 @@ class Lfm3VlImageRules(ReadsAnyImage):
             for name in ("do_resize", "patch_size", "merge_size")
         )
         rows, cols = self.target_sides(height, width, do_resize, size, patch_size, merge_size)
-        return (rows // patch_size) * (cols // patch_size)
+        return rows // patch_size, cols // patch_size
+
+    def get_number_of_image_patches(self, height, width, images_kwargs=None):
+        """Patches of an image of `height` x `width` pixels, under the overrides in `images_kwargs`."""
+        rows, cols = self.image_grid(height, width, images_kwargs)
+        return rows * cols
 
 
 class Lfm3VlImageProcessor(SavesItsCode, Lfm3VlImageRules, TorchvisionImages):
