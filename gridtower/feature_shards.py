@@ -5,6 +5,7 @@ folder of the run and moved into place. The next run takes that folder away firs
 last one that still lives might have put in place later.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -159,7 +160,17 @@ class ShardWriter:
         images, self.images, self.bytes = self.images, [], 0
         path = self.out / f"{next(self.stems)}.{self.format}"
         _put(path, self.unfinished, lambda temporary: _WRITE[self.format](temporary, images))
-        yield WrittenShard(path.name, [image.key for image in images])
+        shard = WrittenShard(path.name, [image.key for image in images])
+        del images
+        _return_freed_memory()
+        yield shard
+
+
+def _return_freed_memory() -> None:
+    """To the system: glibc keeps what lies between small tensors of a shard, more with every one; others need no call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim:
+        trim(0)
 
 
 def _write_safetensors(path: Path, images: list[ImageFeatures]) -> None:
