@@ -29,7 +29,7 @@ from .packed_attention import eager_attention, packed_attention
 from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed, run_sequences_apart
-from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, neighbouring_patches
+from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, neighbouring_patches
 from .placeholders import in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
@@ -230,11 +230,13 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
                 f"{self.config.patch_size} x {self.config.patch_size} pixels."
             )
 
+    def normalized(self, pixel_values):
+        half = [0.5] * self.config.in_channels  # mean and deviation of every channel
+        return normalized(pixel_values, half, half, self.patch_embed.weight.dtype)
+
     @capture_outputs
     def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
-        half = [0.5] * self.config.in_channels  # mean and deviation of every channel
-        pixel_values = normalized(pixel_values, half, half, self.patch_embed.weight.dtype)
-        hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
+        hidden_states = self.embedding_norm(self.patch_embed(self.normalized(pixel_values)))
         for layer in self.layers:
             hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
@@ -324,32 +326,14 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
-        features = dict(mm_encoder_outputs or {})
-        encoders = {
-            "image": (self.get_image_features, pixel_values, image_grid_thw, self.config.image_token_id),
-            "video": (self.get_video_features, pixel_values_videos, video_grid_thw, self.config.video_token_id),
-        }
-        if unknown := features.keys() - encoders.keys():
-            raise ValueError(f"mm_encoder_outputs holds {sorted(unknown)}; give features under {list(encoders)}.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        for media, (encode, pixels, grid, token_id) in encoders.items():
-            if pixels is not None:
-                if features.get(media) is not None:
-                    raise ValueError(f"Pass either {media} pixels or mm_encoder_outputs[{media!r}], not both.")
-                if grid is None:
-                    raise ValueError(
-                        f"The {media} pixels came without {media}_grid_thw; pass what the processor returned."
-                    )
-                features[media] = encode(pixels, grid, return_dict=True, **kwargs)
-            if features.get(media) is not None:
+        media = {"image": (pixel_values, image_grid_thw), "video": (pixel_values_videos, video_grid_thw)}
+        features = self._features(media, mm_encoder_outputs or {}, kwargs)
+        for kind, token_id in (("image", self.config.image_token_id), ("video", self.config.video_token_id)):
+            if features.get(kind) is not None:
                 inputs_embeds = place_features(
-                    inputs_embeds,
-                    input_ids,
-                    features[media].pooler_output,
-                    token_id,
-                    self.get_input_embeddings(),
-                    media,
+                    inputs_embeds, input_ids, features[kind].pooler_output, token_id, self.get_input_embeddings(), kind
                 )
         if pixel_values is None and pixel_values_videos is None:
             inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
@@ -369,6 +353,50 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         return MultimodalBaseModelOutputWithPast(
             **outputs, image_outputs=features.get("image"), video_outputs=features.get("video")
         )
+
+    def _features(self, media, given, kwargs):
+        """Outputs for images and for videos, by kind: as `given`, or of the pixels and grids in `media`."""
+        if unknown := given.keys() - media.keys():
+            raise ValueError(f"mm_encoder_outputs holds {sorted(unknown)}; give features under {list(media)}.")
+        pixels = {kind: inputs for kind, inputs in media.items() if inputs[0] is not None}
+        for kind, (_, grid) in pixels.items():
+            if given.get(kind) is not None:
+                raise ValueError(f"Pass either {kind} pixels or mm_encoder_outputs[{kind!r}], not both.")
+            if grid is None:
+                raise ValueError(f"The {kind} pixels came without {kind}_grid_thw; pass what the processor returned.")
+        precomputed = any(name.startswith(("image_", "video_")) for name in kwargs)  # for one kind alone
+        if len(pixels) == len(media) and not precomputed:
+            return self._features_together(media, kwargs)
+        encoders = {"image": self.get_image_features, "video": self.get_video_features}
+        return {**given, **{kind: encoders[kind](*inputs, return_dict=True, **kwargs) for kind, inputs in pixels.items()}}
+
+    def _features_together(self, media, kwargs):
+        """As `_features`, for images and videos in one pass: ranks with either and with both gather shards equally often."""
+        tower, patches = self.vision_tower, []
+        for pixels, grid in media.values():
+            tower.check_patches(pixels)
+            checked_grid(grid, tower.spatial_merge_size, len(pixels))
+            # Normalised apart, as one kind may be uint8 and the other not.
+            patches.append(tower.normalized(tower.on_this_device(pixels)))
+        grids = [grid for _, grid in media.values()]
+        outputs = self.get_image_features(torch.cat(patches), torch.cat(grids), return_dict=True, **kwargs)
+        ends = (len(patches[0]), int(grids[0][:, 0].sum()), len(grids[0]))
+        before, after = [slice(end) for end in ends], [slice(end, None) for end in ends]
+        return {"image": part_of(outputs, *before), "video": part_of(outputs, *after)}
+
+
+def part_of(outputs, patches: slice, frames: slice, media: slice) -> BaseModelOutputWithPooling:
+    """What `get_image_features` found for some of the images or videos."""
+
+    def cut(layers, index):
+        return layers and tuple(None if layer is None else layer[index] for layer in layers)
+
+    return BaseModelOutputWithPooling(
+        last_hidden_state=outputs.last_hidden_state[patches],
+        pooler_output=outputs.pooler_output[media],
+        hidden_states=cut(outputs.hidden_states, patches),
+        attentions=cut(outputs.attentions, frames),
+    )
 
 
 class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):

@@ -1,7 +1,8 @@
 """Run by torchrun on two ranks: the first trains on rows with images, the second on text alone.
 
-Writes what each rank measured to the folder that is named first: {"loss", "difference", "largest"} for every family and
-way of sharding, gradients compared with the mean of both rows' on one process.
+Of LFM3-VL also: the first on an image and a video, the second on an image. Writes what each rank measured to the folder
+that is named first: {"loss", "difference", "largest"} for every family and way of sharding, gradients compared with the
+mean of both rows' on one process.
 """
 
 import copy
@@ -19,13 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from tests.hub_cards.tiny_models import TINY_MODELS, LabelledPrompts
+from tests.modeling.lfm3_vl_cases import prompts
 
 ROWS = ([0, 1], [2])
 
 
-def rank_batches(processor):
-    prompts = LabelledPrompts(processor)
-    return [prompts.collate([prompts[row] for row in rows]) for rows in ROWS]
+def with_images_and_without(model, processor):
+    labelled = LabelledPrompts(processor)
+    return [labelled.collate([labelled[row] for row in rows]) for rows in ROWS]
+
+
+def with_videos_and_without(model, processor):
+    rows = ([[3, ("image", 2, 3), ("video", 2, 1, 2), 4]], [[2, ("image", 1, 2), 5]])
+    batches = [prompts(model.config, row) for row in rows]
+    return [batch | {"labels": batch["input_ids"]} for batch in batches]
 
 
 def mean_gradients(model, batches):
@@ -62,10 +70,10 @@ def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def measure(family, wrap):
+def measure(family, wrap, rank_batches=with_images_and_without):
     model, processor = TINY_MODELS[family]()
     model.train()
-    batches = rank_batches(processor)
+    batches = rank_batches(model, processor)
     expected = mean_gradients(copy.deepcopy(model), batches)
     wrapped = wrap(model)
     with torch.no_grad():
@@ -94,6 +102,8 @@ def main():
         for family in TINY_MODELS
         for wrap in (replicated, sharded, planned)
     }
+    for wrap in (replicated, sharded, planned):
+        results[f"videos {wrap.__name__}"] = measure("lfm3_vl", wrap, with_videos_and_without)
     Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

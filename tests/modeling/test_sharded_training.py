@@ -1,4 +1,4 @@
-"""Training on two ranks of which one has no image: nobody waits, and gradients are those of one process."""
+"""Training on two ranks of which one lacks a kind of media: nobody waits, and gradients are those of one process."""
 
 import pytest
 
@@ -14,9 +14,9 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("wrap", ["replicated", "sharded", "planned"])
-@pytest.mark.parametrize("family", TINY_MODELS)
-def test_a_rank_of_text_alone_trains_and_evaluates_in_step_with_one_that_has_images(ranks, family, wrap):
+@pytest.mark.parametrize("rows", [*TINY_MODELS, "videos"])
+def test_ranks_with_and_without_media_train_and_evaluate_in_step(ranks, rows, wrap):
     for rank in ranks:
-        measured = rank[f"{family} {wrap}"]
+        measured = rank[f"{rows} {wrap}"]
         assert measured["loss"] == pytest.approx(measured["evaluated"], abs=1e-5)
         assert measured["difference"] < 1e-5 * max(1.0, measured["largest"])
