@@ -157,11 +157,10 @@ class ShardWriter:
         """Gives the shard of what is left, if anything is."""
         if not self.images:
             return
-        images, self.images, self.bytes = self.images, [], 0
         path = self.out / f"{next(self.stems)}.{self.format}"
-        _put(path, self.unfinished, lambda temporary: _WRITE[self.format](temporary, images))
-        shard = WrittenShard(path.name, [image.key for image in images])
-        del images
+        _put(path, self.unfinished, lambda temporary: _WRITE[self.format](temporary, self.images))
+        shard = WrittenShard(path.name, [image.key for image in self.images])
+        self.images, self.bytes = [], 0
         _return_freed_memory()
         yield shard
 
