@@ -368,7 +368,10 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         if len(pixels) == len(media) and not precomputed:
             return self._features_together(media, kwargs)
         encoders = {"image": self.get_image_features, "video": self.get_video_features}
-        return {**given, **{kind: encoders[kind](*inputs, return_dict=True, **kwargs) for kind, inputs in pixels.items()}}
+        return {
+            **given,
+            **{kind: encoders[kind](*inputs, return_dict=True, **kwargs) for kind, inputs in pixels.items()},
+        }
 
     def _features_together(self, media, kwargs):
         """As `_features`, for images and videos in one pass: ranks with either and with both gather shards equally often."""
