@@ -67,9 +67,10 @@ def settings_file(folder, model, conversations, **training):
     return path
 
 
-def run(*arguments):
+def run(*arguments, launcher=()):
     """What the script prints, in a process of its own: it registers our classes under the Auto classes."""
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    command = [sys.executable, *launcher, SCRIPT, *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -95,6 +96,32 @@ def test_a_run_trains_evaluates_by_writing_and_leaves_an_adapter_that_loads(untr
     assert learned and all("language_model" in name for name in learned)
     assert any("modules_to_save" in name for name, _ in tuned.named_parameters())
     assert list((tmp_path / "run").glob("processing_*.py"))
+
+
+def test_two_ranks_with_shards_learn_what_one_process_learns(untrained, conversations, tmp_path):
+    model, folder = untrained
+    full = {"parts": {part: {"training": "full"} for part in ("tower", "projector", "text")}}
+    settings = {"optim": "sgd", "learning_rate": 0.1, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    accelerate = yaml.safe_load((EXAMPLES / "fsdp2.yaml").read_text()) | {"num_processes": 2, "use_cpu": True}
+    (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(accelerate))
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    launcher += ["--config_file", tmp_path / "fsdp2.yaml", Path(__file__).with_name("fsdp_on_cpus.py")]
+    found = {}
+    for name, started_by, rows in (("one", (), 2), ("two", launcher, 1)):
+        (tmp_path / name).mkdir()
+        path = settings_file(tmp_path / name, folder, conversations, per_device_train_batch_size=rows, **settings)
+        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | full))
+        run("--config", path, launcher=started_by)
+        written = tmp_path / name / "run"
+        metrics = json.loads((written / "eval_results.json").read_text())
+        found[name] = [type(model).from_pretrained(step) for step in (written / "checkpoint-1", written)], metrics
+    (one, of_one), (two, of_two) = found["one"], found["two"]
+    for ours, theirs in zip(two, one):
+        for (name, weight), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-5, msg=name)
+    assert any((weight != start).any() for weight, start in zip(one[1].parameters(), model.parameters()))
+    for name in ("eval_exact_match", "eval_character_error_rate"):
+        assert of_two[name] == pytest.approx(of_one[name], rel=1e-5)
 
 
 def test_memory_counts_weights_gradients_optimizer_and_what_backward_needs():
