@@ -244,6 +244,8 @@ class DeepseekV4VlTextModel(DeepseekV4VlPreTrainedModel, DeepseekV4Model):
     def __init__(self, config: DeepseekV4VlConfig):
         super().__init__(config)
         for layer in self.layers:
+            # DeepSpeed gathers a layer as a whole: which of its parts run depends on the lengths of a rank's rows.
+            layer._z3_leaf = True
             layer.mlp = DeepseekV4VlMoeBlock(config, layer.mlp)
             if layer.self_attn.compressor is not None:
                 layer.self_attn.compressor = COMPRESSORS[layer.self_attn.layer_type](config)

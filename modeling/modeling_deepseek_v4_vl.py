@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -32,7 +31,7 @@ from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, covering_blocks
-from .placeholders import image_outputs, in_step_with_other_ranks, place_features
+from .placeholders import MediaGenerationMixin, image_outputs, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
@@ -349,8 +348,8 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
                 self.get_input_embeddings(),
                 "image",
             )
-        if pixel_values is None:
-            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
+        if pixel_values is None and mm_encoder_outputs is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features, cache)
         if is_packed(position_ids, attention_mask, cache, use_cache):
             use_cache = False
 
@@ -376,7 +375,7 @@ class DeepseekV4VlModel(DeepseekV4VlPreTrainedModel):
         return torch.where(placed[..., None], marks[kinds.clamp(0, len(marks) - 1)], inputs_embeds)
 
 
-class DeepseekV4ForConditionalGeneration(DeepseekV4VlPreTrainedModel, GenerationMixin):
+class DeepseekV4ForConditionalGeneration(DeepseekV4VlPreTrainedModel, MediaGenerationMixin):
     """DeepSeek-V4 with images and its language head.
 
     LoRA targets for PEFT, as regular expressions over module names: the tower's attention
@@ -400,11 +399,9 @@ class DeepseekV4ForConditionalGeneration(DeepseekV4VlPreTrainedModel, Generation
         """See [`DeepseekV4VlModel.get_image_features`]."""
         return self.model.get_image_features(pixel_values, image_grid_thw, **kwargs)
 
-    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
-        """transformers' `generate`, which never samples a token of an image: no pixels would stand behind it."""
-        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
-        of_images = range(self.config.image_start_token_id, self.config.image_end_token_id + 1)
-        return super().generate(inputs, generation_config, suppress_tokens=sorted({*asked, *of_images}), **kwargs)
+    @property
+    def placeholder_ids(self):
+        return range(self.config.image_start_token_id, self.config.image_end_token_id + 1)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -30,7 +29,7 @@ from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, neighbouring_patches
-from .placeholders import in_step_with_other_ranks, place_features
+from .placeholders import MediaGenerationMixin, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
@@ -121,6 +120,8 @@ class Lfm3VlVisionMLP(nn.Module):
 
 class Lfm3VlVisionLayer(GradientCheckpointingLayer):
     """A convolution or attention operator, then the feed-forward; each normalised before and added to its input."""
+
+    _z3_leaf = True  # DeepSpeed gathers a layer as a whole: how often its parts run depends on the shapes of a rank
 
     def __init__(self, config: Lfm3VlVisionConfig, layer_idx: int):
         super().__init__()
@@ -230,13 +231,14 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
                 f"{self.config.patch_size} x {self.config.patch_size} pixels."
             )
 
-    def normalized(self, pixel_values):
+    def normalized(self, pixel_values, dtype):
         half = [0.5] * self.config.in_channels  # mean and deviation of every channel
-        return normalized(pixel_values, half, half, self.patch_embed.weight.dtype)
+        return normalized(pixel_values, half, half, dtype)
 
     @capture_outputs
     def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
-        hidden_states = self.embedding_norm(self.patch_embed(self.normalized(pixel_values)))
+        pixel_values = self.normalized(pixel_values, self.patch_embed.weight.dtype)
+        hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
         for layer in self.layers:
             hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
@@ -335,8 +337,8 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
                 inputs_embeds = place_features(
                     inputs_embeds, input_ids, features[kind].pooler_output, token_id, self.get_input_embeddings(), kind
                 )
-        if pixel_values is None and pixel_values_videos is None:
-            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
+        if pixel_values is None and pixel_values_videos is None and mm_encoder_outputs is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features, cache)
 
         packed = is_packed(position_ids, attention_mask, cache, use_cache)
         if packed and "conv" in getattr(self.config.text_config, "layer_types", ()):
@@ -379,8 +381,11 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         for pixels, grid in media.values():
             tower.check_patches(pixels)
             checked_grid(grid, tower.spatial_merge_size, len(pixels))
-            # Normalised apart, as one kind may be uint8 and the other not.
-            patches.append(tower.normalized(tower.on_this_device(pixels)))
+            patches.append(tower.on_this_device(pixels))
+        if (
+            len({pixels.dtype for pixels in patches}) > 1
+        ):  # uint8 and floats, which the tower would take for all of them
+            patches = [tower.normalized(pixels, torch.float32) for pixels in patches]
         grids = [grid for _, grid in media.values()]
         outputs = self.get_image_features(torch.cat(patches), torch.cat(grids), return_dict=True, **kwargs)
         ends = (len(patches[0]), int(grids[0][:, 0].sum()), len(grids[0]))
@@ -402,7 +407,7 @@ def part_of(outputs, patches: slice, frames: slice, media: slice) -> BaseModelOu
     )
 
 
-class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
+class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, MediaGenerationMixin):
     """LFM3-VL with its language head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -427,11 +432,17 @@ class Lfm3VlForConditionalGeneration(Lfm3VlPreTrainedModel, GenerationMixin):
         """See [`Lfm3VlModel.get_video_features`]."""
         return self.model.get_video_features(pixel_values_videos, video_grid_thw, **kwargs)
 
-    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
-        """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
-        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
-        suppressed = sorted({*asked, self.config.image_token_id, self.config.video_token_id})
-        return super().generate(inputs, generation_config, suppress_tokens=suppressed, **kwargs)
+    @property
+    def placeholder_ids(self):
+        return self.config.image_token_id, self.config.video_token_id
+
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs):
+        """As its base, with images and videos in one pass."""
+        names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+        media = {kind: [model_kwargs.pop(name, None) for name in pair] for kind, pair in names.items()}
+        given = model_kwargs.get("mm_encoder_outputs") or {}
+        model_kwargs["mm_encoder_outputs"] = self.model._features(media, given, {})
+        return super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

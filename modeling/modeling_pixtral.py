@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
@@ -32,7 +31,7 @@ from .packed_metadata import RunsFromMetadata
 from .packed_pixels import TakesPackedPixels
 from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
-from .placeholders import image_outputs, in_step_with_other_ranks, place_features
+from .placeholders import MediaGenerationMixin, image_outputs, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
 from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, learns, normalized, rotate
 
@@ -398,8 +397,8 @@ class PixtralModel(ReadsNativeFolders, PixtralPreTrainedModel):
                 self.get_input_embeddings(),
                 "image",
             )
-        if pixel_values is None:
-            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features)
+        if pixel_values is None and mm_encoder_outputs is None:
+            inputs_embeds = in_step_with_other_ranks(inputs_embeds, self.vision_tower, self.get_image_features, cache)
         if is_packed(position_ids, attention_mask, cache, use_cache):
             use_cache = False
 
@@ -414,7 +413,7 @@ class PixtralModel(ReadsNativeFolders, PixtralPreTrainedModel):
         return MultimodalBaseModelOutputWithPast(**outputs, image_outputs=encoded)
 
 
-class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel, GenerationMixin):
+class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel, MediaGenerationMixin):
     """Pixtral with its language head.
 
     LoRA targets for PEFT, as regular expressions over module names, since tower and text share leaf names: the tower's
@@ -445,11 +444,9 @@ class PixtralForConditionalGeneration(ReadsNativeFolders, PixtralPreTrainedModel
             pixel_values, image_grid_thw, image_sizes, vision_feature_layer=vision_feature_layer, **kwargs
         )
 
-    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
-        """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
-        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
-        suppressed = sorted({*asked, self.config.image_token_id})
-        return super().generate(inputs, generation_config, suppress_tokens=suppressed, **kwargs)
+    @property
+    def placeholder_ids(self):
+        return (self.config.image_token_id,)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

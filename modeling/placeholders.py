@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed
 from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import torch_compilable_check
 
@@ -35,6 +37,23 @@ def image_outputs(
     # A list of layers is one of text layers.
     kwargs = {name: v for name, v in kwargs.items() if name != "output_hidden_states" or isinstance(v, bool)}
     return encode(pixel_values, **geometry, return_dict=True, **kwargs)
+
+
+class MediaGenerationMixin(GenerationMixin):
+    """transformers' generation, for models that give their `placeholder_ids`."""
+
+    def generate(self, inputs=None, generation_config=None, suppress_tokens=None, **kwargs):
+        """transformers' `generate`, which never samples a placeholder: no pixels would stand behind it."""
+        asked = suppress_tokens or (generation_config or self.generation_config).suppress_tokens or []
+        suppressed = sorted({*asked, *self.placeholder_ids})
+        return super().generate(inputs, generation_config, suppress_tokens=suppressed, **kwargs)
+
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs):
+        """transformers' encoding before the first token, in which a rank takes part whose prompts hold nothing to encode."""
+        model_kwargs = super()._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
+        if not model_kwargs["mm_encoder_outputs"] and other_ranks_wait(self.model.vision_tower):
+            blank_features(self.model.vision_tower, self.model.get_image_features, self.device)
+        return model_kwargs
 
 
 def place_features(
@@ -71,7 +90,9 @@ def place_features(
     return inputs_embeds.masked_scatter(mask.to(inputs_embeds.device)[..., None], features)
 
 
-def in_step_with_other_ranks(inputs_embeds: torch.Tensor, tower: nn.Module, encode: Callable) -> torch.Tensor:
+def in_step_with_other_ranks(
+    inputs_embeds: torch.Tensor, tower: nn.Module, encode: Callable, cache: Cache | None
+) -> torch.Tensor:
     """`inputs_embeds`, to which the features of a blank image add nothing, where other ranks may encode real ones.
 
     DDP, FSDP and ZeRO-3 gather the tower's parameters and reduce their gradients on all ranks together: one whose rows
@@ -80,14 +101,20 @@ def in_step_with_other_ranks(inputs_embeds: torch.Tensor, tower: nn.Module, enco
     Args:
         tower: whose configuration tells `patch_dim`.
         encode: a model's `get_image_features`.
+        cache: with tokens in it, no rank encodes any more.
     """
-    if not other_ranks_wait(tower):
+    if not other_ranks_wait(tower) or (cache is not None and cache.get_seq_length() > 0):
         return inputs_embeds
+    return inputs_embeds + 0 * blank_features(tower, encode, inputs_embeds.device).sum().to(inputs_embeds)
+
+
+def blank_features(tower: nn.Module, encode: Callable, device: torch.device) -> torch.Tensor:
+    """What `encode` makes of the smallest image: (tokens, text width)."""
     side = getattr(tower, "spatial_merge_size", 1)
-    blank = inputs_embeds.new_zeros(side**2, tower.config.patch_dim)
-    grid = torch.tensor([[1, side, side]], device=inputs_embeds.device)
+    blank = torch.zeros(side**2, tower.config.patch_dim, device=device)
+    grid = torch.tensor([[1, side, side]], device=device)
     (features,) = encode(blank, image_grid_thw=grid, return_dict=True).pooler_output
-    return inputs_embeds + 0 * features.sum().to(inputs_embeds)
+    return features
 
 
 def other_ranks_wait(module: nn.Module) -> bool:

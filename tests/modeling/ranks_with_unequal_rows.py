@@ -1,8 +1,8 @@
 """Run by torchrun on two ranks: the first trains on rows with images, the second on text alone.
 
 Of LFM3-VL also: the first on an image and a video, the second on an image. Writes what each rank measured to the folder
-that is named first: {"loss", "difference", "largest"} for every family and way of sharding, gradients compared with the
-mean of both rows' on one process.
+that is named first for every family and way of sharding: {"loss", "difference", "largest"}, gradients compared with the
+mean of both rows' on one process, and "written": whether it generates what one process does.
 """
 
 import copy
@@ -66,6 +66,11 @@ def planned(model):
     return type(model).from_pretrained(folder[0], distributed_config=config).train()
 
 
+def generated(model, batch):
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return model.generate(**inputs, max_new_tokens=3, do_sample=False, synced_gpus=True).tolist()
+
+
 def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
@@ -74,19 +79,23 @@ def measure(family, wrap, rank_batches=with_images_and_without):
     model, processor = TINY_MODELS[family]()
     model.train()
     batches = rank_batches(model, processor)
+    batch = batches[dist.get_rank()]
+    expected_text = generated(copy.deepcopy(model).eval(), batch)
     expected = mean_gradients(copy.deepcopy(model), batches)
     wrapped = wrap(model)
     with torch.no_grad():
-        evaluated = wrapped(**batches[dist.get_rank()]).loss.item()
+        evaluated = wrapped(**batch).loss.item()
     for _ in range(2):  # what the first step leaves undone, the second trips over
         wrapped.zero_grad()
-        loss = wrapped(**batches[dist.get_rank()]).loss
+        loss = wrapped(**batch).loss
         loss.backward()
     found = {
         name.removeprefix("module."): whole(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None
     }
     assert found.keys() == expected.keys()
+    written = generated(getattr(wrapped, "module", wrapped).eval(), batch)
     return {
+        "written": written == expected_text,
         "evaluated": evaluated,
         "loss": loss.item(),
         "difference": max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()),

@@ -1,5 +1,7 @@
 """Training on two ranks of which one lacks a kind of media: nobody waits, and gradients are those of one process."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from ..hub_cards.tiny_models import TINY_MODELS
@@ -20,3 +22,14 @@ def test_ranks_with_and_without_media_train_and_evaluate_in_step(ranks, rows, wr
         measured = rank[f"{rows} {wrap}"]
         assert measured["loss"] == pytest.approx(measured["evaluated"], abs=1e-5)
         assert measured["difference"] < 1e-5 * max(1.0, measured["largest"])
+        assert measured["written"]
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
+@pytest.mark.parametrize("rows", [*TINY_MODELS, "videos"])
+def test_ranks_with_and_without_media_stay_in_step_under_zero3(tmp_path, rows):
+    run_on_two_ranks("ranks_under_zero3.py", tmp_path, rows)
+    for measured in measured_by_ranks(tmp_path):
+        assert measured["loss"] == pytest.approx(measured["expected_loss"], abs=1e-5)
+        assert measured["written"]
+        assert measured["difference"] < 1e-6

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 
-def run_on_two_ranks(script: str, folder: Path) -> None:
-    """torchrun of a script beside this file, which takes `folder`."""
+def run_on_two_ranks(script: str, folder: Path, *arguments: str) -> None:
+    """torchrun of a script beside this file, which takes `folder` and `arguments`."""
     path = Path(__file__).with_name(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path.parents[2])}
     run = subprocess.run(
-        [*command, str(path), str(folder)], env=environment, capture_output=True, text=True, timeout=600
+        [*command, str(path), str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr[-4000:]
 
