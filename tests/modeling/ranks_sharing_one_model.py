@@ -1,6 +1,7 @@
 """Run by torchrun: ranks that share one model, by its tensors or by the images of its tower, against one that has it alone.
 
-Reads `FOLDER/<family>`, writes what each rank measured to `FOLDER/rank<N>.json`.
+Reads `FOLDER/<family>`, writes what each rank measured to `FOLDER/rank<N>.json`; in the ways that are named after it, or in
+all of them.
 """
 
 import json
@@ -101,7 +102,7 @@ def towers(tower, grids):
     return found
 
 
-def measure(family, folder):
+def measure(family, folder, ways):
     model, processor = TINY_MODELS[family]()
     model = type(model).from_pretrained(folder).train()
     prompts = LabelledPrompts(processor)
@@ -109,12 +110,13 @@ def measure(family, folder):
     expected = step(model, batch)
     # Many unequal images; one image, so that a rank has nothing to do.
     grids = [[[1, 2, 6], [1, 8, 8], [1, 4, 2], [1, 4, 2], [1, 2, 2]], [[1, 6, 4]]]
-    return {
-        "by tensors": by_tensors(model, folder, batch, expected),
-        "by images": by_images(model, batch, expected),
-        "by both": by_both(model, folder, batch, expected),
-        "towers": towers(model.model.vision_tower, grids),
+    measures = {
+        "by tensors": lambda: by_tensors(model, folder, batch, expected),
+        "by images": lambda: by_images(model, batch, expected),
+        "by both": lambda: by_both(model, folder, batch, expected),
+        "towers": lambda: towers(model.model.vision_tower, grids),
     }
+    return {way: measures[way]() for way in ways or measures}
 
 
 def main():
@@ -122,7 +124,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = Path(sys.argv[1])
-    results = {family: measure(family, folder / family) for family in TINY_MODELS}
+    results = {family: measure(family, folder / family, sys.argv[2:]) for family in TINY_MODELS}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

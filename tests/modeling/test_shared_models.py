@@ -11,7 +11,7 @@ from transformers.utils import logging
 from gridtower.modeling.data_parallel import encode_data_parallel, image_costs, images_by_rank
 
 from ..hub_cards.tiny_models import TINY_MODELS
-from .two_ranks import measured_by_ranks, run_on_two_ranks
+from .gloo_ranks import measured_by_ranks, run_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,19 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for family, make in TINY_MODELS.items():
         make()[0].save_pretrained(folder / family)
-    run_on_two_ranks("ranks_sharing_one_model.py", folder)
+    run_on_ranks("ranks_sharing_one_model.py", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder):
+    """What four ranks measured that share images alone: two groups of heads would leave them nothing else."""
+    inputs = folder / "four"
+    inputs.mkdir()
+    for family in TINY_MODELS:
+        (inputs / family).symlink_to(folder / family)
+    run_on_ranks("ranks_sharing_one_model.py", inputs, "by images", "towers", ranks=4)
+    return measured_by_ranks(inputs)
 
 
 @pytest.fixture(params=TINY_MODELS)
@@ -56,6 +67,16 @@ def test_matrices_of_tower_projector_and_text_are_shared(measured):
 def test_a_tower_whose_images_are_shared_gives_the_states_of_one_process_also_where_a_rank_has_none(measured):
     for rank in measured:
         assert max(rank["towers"]) < 1e-5
+
+
+@pytest.mark.parametrize("family", TINY_MODELS)
+def test_four_ranks_share_images_as_two_do(four_ranks, family):
+    assert len(four_ranks) == 4
+    for rank in four_ranks:
+        found = rank[family]["by images"]
+        assert found["logits"] < 1e-5
+        assert found["gradients"] < 1e-5 * max(1.0, found["largest"])
+        assert max(rank[family]["towers"]) < 1e-5
 
 
 @pytest.mark.parametrize("family", TINY_MODELS)
