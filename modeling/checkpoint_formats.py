@@ -86,7 +86,7 @@ DEEPSEEK_V4_TEXT = [
 
 
 class ReadsPublishedNames:
-    """First base of our models: `load_state_dict` takes what `save_pretrained` wrote.
+    """First base of our models: `load_state_dict` takes what `save_pretrained` wrote, which is what was loaded.
 
     `Trainer` loads this way, without any mapping and not strictly, where it resumes and where it takes the best model back;
     under the published names it would load nothing and say so in a warning alone.
@@ -98,6 +98,12 @@ class ReadsPublishedNames:
         if not state_dict.keys() <= own.keys():
             state_dict = self._under_own_names(state_dict, own)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def save_pretrained(self, *arguments, **keywords):
+        """transformers', by the entries that renamed something on loading: under ZeRO-3 it would reverse the others too."""
+        if getattr(self, "_weight_conversions", None):
+            self._weight_conversions = [entry for entry in self._weight_conversions if entry.was_used()]
+        return super().save_pretrained(*arguments, **keywords)
 
     def _under_own_names(self, state_dict, own):
         mapping = get_model_conversion_mapping(self)

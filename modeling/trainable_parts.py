@@ -239,7 +239,7 @@ def parameter_groups(
     groups = {}
     for part, _, parameter in _parameters(model):
         if parameter.requires_grad:
-            decay = weight_decay if parameter.ndim > 1 else 0.0
+            decay = weight_decay if len(_shape(parameter)) > 1 else 0.0
             groups.setdefault((part, decay), []).append(parameter)
     learning = {part for part, _ in groups}
     for name in PARTS:
@@ -270,10 +270,15 @@ def parts_summary(model: nn.Module) -> str:
                 learning.append(parameter)
     lines = [f"{'part':<10}{'parameters':>16}{'trainable':>16}{'share':>9}  dtype"]
     for name, (everything, learning) in rows.items():
-        size, trained = (sum(parameter.numel() for parameter in group) for group in (everything, learning))
+        size, trained = (sum(math.prod(_shape(parameter)) for parameter in group) for group in (everything, learning))
         dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in everything}))
         lines.append(f"{name:<10}{size:>16,}{trained:>16,}{trained / size:>9.2%}  {dtypes}")
     return "\n".join(lines)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Also under ZeRO-3, which empties parameters while nobody uses them."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _read(table) -> dict[str, Part]:

@@ -1,8 +1,8 @@
 """Run by torchrun on two ranks, with DeepSpeed: a model from a folder, in shards, whose ranks have unequal rows.
 
 Writes what each rank measured to the folder that is named first, of the rows that are named next: {"loss",
-"expected_loss", "written", "difference"}: that of the weights after a step of plain gradient descent, from those of one
-process.
+"expected_loss", "written", "saved", "difference"}: that of the weights after a step of plain gradient descent, from those of
+one process.
 """
 
 import json
@@ -14,6 +14,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
 
 from tests.hub_cards.tiny_models import TINY_MODELS
@@ -34,6 +35,13 @@ CONFIG = {
 }
 
 
+def same_tensors(*folders):
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    after.pop("lm_head.weight", None)  # where it is tied, it is a clone here
+    before.pop("lm_head.weight", None)
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def measure(rows, folder):
     model, processor = TINY_MODELS["lfm3_vl" if rows == "videos" else rows]()
     batches = (with_videos_and_without if rows == "videos" else with_images_and_without)(model, processor)
@@ -44,6 +52,11 @@ def measure(rows, folder):
     kept = HfDeepSpeedConfig(CONFIG)  # as long as it lives, models are loaded in shards
     sharded = type(model).from_pretrained(folder / "model")
     del kept
+    with deepspeed.zero.GatheredParameters(list(sharded.parameters())):
+        tensors = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
+    if dist.get_rank() == 0:
+        sharded.save_pretrained(folder / "saved", state_dict=tensors)
+    dist.barrier()
     learning = [parameter for parameter in sharded.train().parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=sharded, optimizer=torch.optim.SGD(learning, RATE), config=CONFIG)
     written = generated(engine.module.eval(), batch) == generated(model, batch)
@@ -63,6 +76,7 @@ def measure(rows, folder):
         "loss": losses[0].item(),
         "expected_loss": losses[1],
         "written": written,
+        "saved": same_tensors(folder / "model", folder / "saved"),
         "difference": difference,
     }
 

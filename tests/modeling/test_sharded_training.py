@@ -31,5 +31,5 @@ def test_ranks_with_and_without_media_stay_in_step_under_zero3(tmp_path, rows):
     run_on_ranks("ranks_under_zero3.py", tmp_path, rows)
     for measured in measured_by_ranks(tmp_path):
         assert measured["loss"] == pytest.approx(measured["expected_loss"], abs=1e-5)
-        assert measured["written"]
+        assert measured["written"] and measured["saved"]
         assert measured["difference"] < 1e-6

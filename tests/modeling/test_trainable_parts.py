@@ -258,6 +258,20 @@ def test_the_summary_tells_dtypes_apart():
     assert found["tower"][3] == "bfloat16, float32" and found["text"][3] == "bfloat16"
 
 
+def test_parameters_that_zero3_has_emptied_count_and_decay_as_before():
+    table = {"projector": {}, "text": {}}
+    model = prepare_parts(make("lfm3_vl")[0], table)
+
+    def told():
+        groups = parameter_groups(model, table, 1e-3, 0.1)
+        return parts_summary(model), [(group["weight_decay"], len(group["params"])) for group in groups]
+
+    before = told()
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert told() == before
+
+
 # Adapters on disk
 
 
