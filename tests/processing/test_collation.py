@@ -600,10 +600,14 @@ def test_a_batch_is_what_the_processor_makes_of_its_rows_together():
             assert torch.equal(batch[name], value), name
 
 
+def film(frames=4):
+    messages = [{"role": "user", "content": "<video>\n<image>\nSame?"}, answer("No.")]
+    return {"messages": messages, "videos": [clip(frames)], "images": [picture(8, 8)]}
+
+
 def test_images_videos_and_text_go_into_one_batch():
     _, collator = make("lfm3_vl")
-    film = {"messages": [{"role": "user", "content": "<video>\n<image>\nSame?"}, answer("No.")]}
-    batch = collator([ONE_IMAGE, film | {"videos": [clip()], "images": [picture(8, 8)]}, TEXT_ALONE])
+    batch = collator([ONE_IMAGE, film(), TEXT_ALONE])
     assert len(batch["image_grid_thw"]) == 2 and len(batch["video_grid_thw"]) == 1
     assert len(batch["pixel_values"]) == batch["image_grid_thw"].prod(-1).sum()
     assert len(batch["pixel_values_videos"]) == batch["video_grid_thw"].prod(-1).sum()
@@ -724,6 +728,16 @@ def test_packed_rows_have_the_loss_of_a_padded_batch(family):
     _, packing = make(family, packing=True)
     with torch.no_grad():
         assert model(**packing(ROWS)).loss.item() == pytest.approx(model(**padded(ROWS)).loss.item(), abs=1e-4)
+
+
+def test_packed_rows_with_videos_have_the_loss_of_a_padded_batch():
+    model, padded = make("lfm3_vl")
+    _, packing = make("lfm3_vl", packing=True)
+    rows = [film(), TEXT_ALONE, film(8), ONE_IMAGE]
+    batch = packing(rows)
+    assert len(batch["video_grid_thw"]) == 2 and len(batch["input_ids"]) == 1
+    with torch.no_grad():
+        assert model(**batch).loss.item() == pytest.approx(model(**padded(rows)).loss.item(), abs=1e-4)
 
 
 @families
