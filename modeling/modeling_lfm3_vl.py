@@ -31,7 +31,7 @@ from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, neighbouring_patches
 from .placeholders import MediaGenerationMixin, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
-from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, in_order, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -211,9 +211,9 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
         grids = PatchGrids(grid_thw, self.spatial_merge_size, len(pixel_values), pixel_values.device)
         cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
-        pixel_values = grids.enter(pixel_values)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, pixel_values)):
-            outputs = self._encode(pixel_values, cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs)
+            layout = (cos, sin, cu_seqlens, grids.frames)
+            outputs = self._encode(pixel_values, *layout, entry=grids.entry, max_seqlen=max_seqlen, **kwargs)
         return grids.leave_outputs(outputs)
 
     def rotary(self, positions):
@@ -236,11 +236,12 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
         return normalized(pixel_values, half, half, dtype)
 
     @capture_outputs
-    def _encode(self, pixel_values, cos, sin, cu_seqlens, frames: PackedFrames | UnseenFrames, **kwargs):
-        pixel_values = self.normalized(pixel_values, self.patch_embed.weight.dtype)
+    def _encode(self, pixel_values, *args, entry=None, **kwargs):
+        pixel_values = self.normalized(in_order(pixel_values, entry), self.patch_embed.weight.dtype)
         hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
+        del pixel_values
         for layer in self.layers:
-            hidden_states = layer(hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
+            hidden_states = layer(hidden_states, *args, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
 
 

@@ -33,7 +33,7 @@ from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
 from .placeholders import MediaGenerationMixin, image_outputs, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
-from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, learns, normalized, rotate
+from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, in_order, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -235,17 +235,16 @@ class PixtralVisionModel(RunsFromMetadata, PixtralPreTrainedModel):
         cos, sin = self.rotary(grids.tower_positions(kwargs))
         cu_seqlens, max_seqlen = grids.tower_seqlens(kwargs)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns(self, patches)):
-            outputs = self._encode(
-                grids.enter(patches), cos, sin, cu_seqlens, grids.frames, max_seqlen=max_seqlen, **kwargs
-            )
+            layout = (cos, sin, cu_seqlens, grids.frames)
+            outputs = self._encode(patches, *layout, entry=grids.entry, max_seqlen=max_seqlen, **kwargs)
         return grids.leave_outputs(outputs)
 
     def rotary(self, positions):
         return alternating_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
 
     @capture_outputs
-    def _encode(self, patches, *args, **kwargs):
-        hidden_states = self.ln_pre(self.patch_conv(patches))
+    def _encode(self, patches, *args, entry=None, **kwargs):
+        hidden_states = self.ln_pre(self.patch_conv(in_order(patches, entry)))
         return BaseModelOutputWithPooling(last_hidden_state=self.transformer(hidden_states, *args, **kwargs))
 
 

@@ -248,11 +248,12 @@ class PatchGrids:
         grid = checked_grid(grid_thw, merge, num_patches)
         self.frames = packed_frames(grid, merge)
         self._key = (grid, merge, device)
-        self._entry, self._leave = tower_permutations(*self._key)
+        # patches[entry] is in tower order
+        self.entry, self._leave = tower_permutations(*self._key)
 
     def enter(self, patches: torch.Tensor) -> torch.Tensor:
         """Patches (num_patches, ...) from the input's order to tower order."""
-        return patches[self._entry]
+        return patches[self.entry]
 
     def leave(self, patches: torch.Tensor) -> torch.Tensor:
         """Patches (num_patches, ...) from tower order to the input's order."""
@@ -263,7 +264,7 @@ class PatchGrids:
         position_ids = kwargs.pop("position_ids", None)
         if position_ids is None:
             return raster_positions(*self._key)
-        expected = (len(self._entry), 2)
+        expected = (len(self.entry), 2)
         if position_ids.shape != expected:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; give the (row, column) of each patch, {expected}."

@@ -27,6 +27,11 @@ class RMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
+def in_order(patches: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
+    """`patches[entry]`, for towers to ask where they embed: made before, the copy would outlive all layers."""
+    return patches if entry is None else patches[entry]
+
+
 def normalized(patches: torch.Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> torch.Tensor:
     """Patches (num_patches, channels * area) in `dtype`; raw uint8 ones as a processor would have given them.
 
@@ -108,7 +113,14 @@ def group_by_group(forward):
             return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         sizes = [sum(group.lengths) for group in frames.groups]
         parts = zip(*(tensor.split(sizes) for tensor in (hidden_states, cos, sin)), frames.groups)
-        return torch.cat([forward(self, *tensors, cu_seqlens, group, **kwargs) for *tensors, group in parts])
+        outputs = (forward(self, *tensors, cu_seqlens, group, **kwargs) for *tensors, group in parts)
+        if torch.is_grad_enabled():
+            return torch.cat(list(outputs))
+        # Each goes where it belongs at once: a list of them would hold the layer's whole output a second time.
+        joined = torch.empty_like(hidden_states)
+        for place, output in zip(joined.split(sizes), outputs):
+            place.copy_(output)
+        return joined
 
     return in_groups
 
