@@ -371,10 +371,8 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
         if len(pixels) == len(media) and not precomputed:
             return self._features_together(media, kwargs)
         encoders = {"image": self.get_image_features, "video": self.get_video_features}
-        return {
-            **given,
-            **{kind: encoders[kind](*inputs, return_dict=True, **kwargs) for kind, inputs in pixels.items()},
-        }
+        encoded = {kind: encoders[kind](*inputs, return_dict=True, **kwargs) for kind, inputs in pixels.items()}
+        return {**given, **encoded}
 
     def _features_together(self, media, kwargs):
         """As `_features`, for images and videos in one pass: ranks with either and with both gather shards equally often."""
@@ -383,9 +381,8 @@ class Lfm3VlModel(Lfm3VlPreTrainedModel):
             tower.check_patches(pixels)
             checked_grid(grid, tower.spatial_merge_size, len(pixels))
             patches.append(tower.on_this_device(pixels))
-        if (
-            len({pixels.dtype for pixels in patches}) > 1
-        ):  # uint8 and floats, which the tower would take for all of them
+        if len({pixels.dtype for pixels in patches}) > 1:
+            # uint8 is not normalised yet; joined to floats it would pass for them.
             patches = [tower.normalized(pixels, torch.float32) for pixels in patches]
         grids = [grid for _, grid in media.values()]
         outputs = self.get_image_features(torch.cat(patches), torch.cat(grids), return_dict=True, **kwargs)
