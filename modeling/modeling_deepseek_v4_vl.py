@@ -33,7 +33,7 @@ from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, covering_blocks
 from .placeholders import MediaGenerationMixin, image_outputs, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
-from .vision_layers import RMSNorm, axial_rotary, group_by_group, in_order, learns, normalized, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -188,8 +188,8 @@ class DeepseekV4VisionModel(RunsFromMetadata, TakesPackedPixels, KeepsWholeWhatD
             )
 
     @capture_outputs
-    def _encode(self, patches, *args, entry=None, **kwargs):
-        hidden_states = self.patch_embed(in_order(patches, entry))
+    def _encode(self, patches, *args, entry=slice(None), **kwargs):
+        hidden_states = self.patch_embed(patches[entry])
         for block in self.blocks:
             hidden_states = block(hidden_states, *args, **kwargs)
         return BaseModelOutputWithPooling(last_hidden_state=self.norm(hidden_states))

@@ -31,7 +31,7 @@ from .packed_text import is_packed, run_sequences_apart
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames, checked_grid, neighbouring_patches
 from .placeholders import MediaGenerationMixin, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
-from .vision_layers import RMSNorm, axial_rotary, group_by_group, in_order, learns, normalized, rotate
+from .vision_layers import RMSNorm, axial_rotary, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -236,8 +236,8 @@ class Lfm3VlVisionModel(RunsFromMetadata, Lfm3VlPreTrainedModel):
         return normalized(pixel_values, half, half, dtype)
 
     @capture_outputs
-    def _encode(self, pixel_values, *args, entry=None, **kwargs):
-        pixel_values = self.normalized(in_order(pixel_values, entry), self.patch_embed.weight.dtype)
+    def _encode(self, pixel_values, *args, entry=slice(None), **kwargs):
+        pixel_values = self.normalized(pixel_values[entry], self.patch_embed.weight.dtype)
         hidden_states = self.embedding_norm(self.patch_embed(pixel_values))
         del pixel_values
         for layer in self.layers:

@@ -33,7 +33,7 @@ from .packed_text import is_packed
 from .patch_grids import PackedFrames, PatchGrids, UnseenFrames
 from .placeholders import MediaGenerationMixin, image_outputs, in_step_with_other_ranks, place_features
 from .tensor_parallel import KeepsWholeWhatDoesNotDivide
-from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, in_order, learns, normalized, rotate
+from .vision_layers import RMSNorm, alternating_rotary, by_pixel, group_by_group, learns, normalized, rotate
 
 register_checkpoint_formats()
 
@@ -243,8 +243,8 @@ class PixtralVisionModel(RunsFromMetadata, PixtralPreTrainedModel):
         return alternating_rotary(positions, self.config.rope_parameters["rope_theta"], self.config.head_dim)
 
     @capture_outputs
-    def _encode(self, patches, *args, entry=None, **kwargs):
-        hidden_states = self.ln_pre(self.patch_conv(in_order(patches, entry)))
+    def _encode(self, patches, *args, entry=slice(None), **kwargs):
+        hidden_states = self.ln_pre(self.patch_conv(patches[entry]))
         return BaseModelOutputWithPooling(last_hidden_state=self.transformer(hidden_states, *args, **kwargs))
 
 

@@ -248,7 +248,7 @@ class PatchGrids:
         grid = checked_grid(grid_thw, merge, num_patches)
         self.frames = packed_frames(grid, merge)
         self._key = (grid, merge, device)
-        # patches[entry] is in tower order
+        # patches[entry] is in tower order; towers index where they embed, as a copy made before would outlive all layers.
         self.entry, self._leave = tower_permutations(*self._key)
 
     def enter(self, patches: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,6 @@ class RMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def in_order(patches: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
-    """`patches[entry]`, for towers to ask where they embed: made before, the copy would outlive all layers."""
-    return patches if entry is None else patches[entry]
-
-
 def normalized(patches: torch.Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> torch.Tensor:
     """Patches (num_patches, channels * area) in `dtype`; raw uint8 ones as a processor would have given them.
 
