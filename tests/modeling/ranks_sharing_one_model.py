@@ -16,10 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from gridtower.modeling.data_parallel import encode_data_parallel
 from tests.hub_cards.tiny_models import TINY_MODELS, LabelledPrompts
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+from tests.modeling.ranks_with_unequal_rows import generated, whole
 
 
 def step(model, batch):
@@ -46,12 +43,6 @@ def from_metadata(model, batch):
     tower = model.model.vision_tower
     metadata = tower.packed_metadata(batch["image_grid_thw"])
     return tower.forward_packed(batch["pixel_values"], **{name: metadata[name] for name in tower.packed_inputs})
-
-
-@torch.no_grad()
-def generated(model, batch):
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist()
 
 
 def by_tensors(alone, folder, batch, expected):

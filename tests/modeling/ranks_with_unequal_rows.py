@@ -68,7 +68,7 @@ def planned(model):
 
 def generated(model, batch):
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return model.generate(**inputs, max_new_tokens=3, do_sample=False, synced_gpus=True).tolist()
+    return model.generate(**inputs, max_new_tokens=4, do_sample=False, synced_gpus=True).tolist()
 
 
 def whole(gradient):
