@@ -20,14 +20,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not hidden_states.is_cpu:
-            normed = F.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
-            return normed.to(hidden_states.dtype)
-        # PyTorch composes the same on CPUs, in more passes over memory and, backward, in twice the time.
-        states = hidden_states.float()
-        norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        scale = torch.rsqrt(norms.square() / len(self.weight) + self.eps)
-        return (states * scale * self.weight.float()).to(hidden_states.dtype)
+        states, weight = hidden_states.float(), self.weight.float()
+        if states.is_cpu:
+            # PyTorch composes `rms_norm` there, in more passes over memory and, backward, in twice the time.
+            norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+            normed = states * torch.rsqrt(norms.square() / len(weight) + self.eps) * weight
+        else:
+            normed = F.rms_norm(states, weight.shape, weight, self.eps)
+        return normed.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
