@@ -4,7 +4,10 @@ from functools import lru_cache, wraps
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+_VALUES_OF_A_BLOCK = 2**19
 
 
 class RMSNorm(nn.Module):
@@ -20,17 +23,62 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        states, weight = hidden_states.float(), self.weight.float()
-        if states.is_cpu:
-            # PyTorch composes `rms_norm` there, in more passes over memory and, backward, in twice the time.
-            norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-            normed = states * torch.rsqrt(norms.square() / len(weight) + self.eps) * weight
-        else:
-            normed = F.rms_norm(states, weight.shape, weight, self.eps)
-        return normed.to(hidden_states.dtype)
+        weight = self.weight.float()
+        if hidden_states.is_cpu and not torch.compiler.is_compiling():
+            return _RMSNormInBlocks.apply(hidden_states, weight, self.eps)[0]
+        return F.rms_norm(hidden_states.float(), weight.shape, weight, self.eps).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class _RMSNormInBlocks(torch.autograd.Function):
+    """RMSNorm on CPUs, where PyTorch composes `rms_norm`: here float32 copies are of a few rows and stay in the cache.
+
+    Returns the normed states and, for backward, each row's inverse root mean square (num_rows, 1). It can be
+    differentiated once.
+    """
+
+    @staticmethod
+    def forward(states, weight, eps):
+        normed = torch.empty_like(states, memory_format=torch.contiguous_format)
+        inverses = torch.empty(states.numel() // len(weight), 1)
+        for block, place, inverse in _row_blocks(states, normed, inverses):
+            wide = block.float()
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=inverse)
+            inverse.square_().div_(len(weight)).add_(eps).rsqrt_()
+            scaled = torch.mul(wide, inverse, out=place if wide is block else wide)
+            place.copy_(scaled.mul_(weight))
+        return normed, inverses
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        states, weight, _ = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(states, weight, output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, _):
+        states, weight, inverses = ctx.saved_tensors
+        states_gradient = torch.empty_like(states, memory_format=torch.contiguous_format)
+        weight_gradient = torch.zeros_like(weight)
+        for block, outer, place, inverse in _row_blocks(states, gradient, states_gradient, inverses):
+            wide, directions = outer.float(), block.float() * inverse
+            along = wide * directions
+            if ctx.needs_input_grad[1]:
+                weight_gradient += along.sum(0)
+            scaled = torch.mul(wide, weight, out=place if wide is outer else wide)
+            # What points along a row's own direction changes its length, which the norm takes out again.
+            scaled.addcmul_(directions, along.mv(weight)[:, None], value=-1 / len(weight))
+            place.copy_(scaled.mul_(inverse))
+        return states_gradient, weight_gradient, None
+
+
+def _row_blocks(states: torch.Tensor, *others: torch.Tensor):
+    """The same rows of every tensor, some at a time."""
+    rows = max(1, _VALUES_OF_A_BLOCK // states.shape[-1])
+    return zip(*(tensor.reshape(-1, tensor.shape[-1]).split(rows) for tensor in (states, *others)))
 
 
 def normalized(patches: torch.Tensor, mean: list[float], std: list[float], dtype: torch.dtype) -> torch.Tensor:

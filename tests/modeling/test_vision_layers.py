@@ -16,7 +16,7 @@ def make_norm(width: int) -> RMSNorm:
     return norm
 
 
-@pytest.mark.parametrize("shape", [(7, 96), (5, 4, 64)], ids=["patches", "heads"])
+@pytest.mark.parametrize("shape", [(7, 96), (5, 4, 64), (1200, 1024)], ids=["patches", "heads", "several blocks"])
 def test_norm_and_its_gradients_are_those_of_pytorch(shape):
     norm = make_norm(shape[-1])
     states = torch.randn(shape).mul_(3)
