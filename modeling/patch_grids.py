@@ -8,14 +8,13 @@ parameters; what is built is cached per distinct grid.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, wraps
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import torch
 
 # Batches repeat few grids, and an entry holds some integers for every patch.
 _CACHED_GRIDS = 32
-_PATCHES_OF_A_GROUP = 1024
 
 
 def once_per_grid(build):
@@ -83,23 +82,6 @@ class PackedFrames:
         """Patches of each frame."""
         return [rows * cols for count, rows, cols in self.runs for _ in range(count)]
 
-    @cached_property
-    def groups(self) -> tuple["PackedFrames", ...]:
-        """The same frames, whole and in the same order, in groups whose states fit a processor's cache."""
-        groups, filled = [[]], 0
-        for count, rows, cols in self.runs:
-            while count > 0:
-                fitting = (_PATCHES_OF_A_GROUP - filled) // (rows * cols)
-                if fitting < 1 and filled > 0:
-                    groups.append([])
-                    filled = 0
-                    continue
-                taken = min(count, max(1, fitting))
-                groups[-1].append(FrameRun(taken, rows, cols))
-                filled += taken * rows * cols
-                count -= taken
-        return tuple(PackedFrames(tuple(runs), (), ()) for runs in groups)
-
 
 def checked_grid(grid_thw: torch.Tensor, merge: int, num_patches: int | None = None) -> tuple[tuple[int, ...], ...]:
     """`grid_thw` as a tuple of (temporal steps, rows, columns), after the checks that a tower relies on.
@@ -148,6 +130,24 @@ def packed_frames(grid: tuple[tuple[int, ...], ...], merge: int) -> PackedFrames
             runs.append(FrameRun(1, rows, cols))
     tokens = tuple(steps * rows * cols // merge**2 for steps, rows, cols in grid)
     return PackedFrames(tuple(runs), tuple(order), tokens)
+
+
+@once_per_grid
+def frame_groups(runs: tuple[FrameRun, ...], room: int) -> tuple[PackedFrames, ...]:
+    """The frames of `runs`, whole and in order, in groups of up to `room` patches; a longer frame is one of its own."""
+    groups, filled = [[]], 0
+    for count, rows, cols in runs:
+        while count > 0:
+            fitting = (room - filled) // (rows * cols)
+            if fitting < 1 and filled > 0:
+                groups.append([])
+                filled = 0
+                continue
+            taken = min(count, max(1, fitting))
+            groups[-1].append(FrameRun(taken, rows, cols))
+            filled += taken * rows * cols
+            count -= taken
+    return tuple(PackedFrames(tuple(group), (), ()) for group in groups)
 
 
 @once_per_grid

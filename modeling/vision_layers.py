@@ -7,7 +7,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .patch_grids import frame_groups
+
 _VALUES_OF_A_BLOCK = 2**19
+_BYTES_OF_A_GROUP = 2**22
 
 
 class RMSNorm(nn.Module):
@@ -153,16 +156,15 @@ def group_by_group(forward):
 
     @wraps(forward)
     def in_groups(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs):
-        one_piece = (
-            hidden_states.device.type != "cpu"
-            or frames.segments is None
-            or len(frames.groups) == 1
-            or self.config._attn_implementation != "sdpa"
-        )
-        if one_piece:
+        in_one_piece = hidden_states.device.type != "cpu" or self.config._attn_implementation != "sdpa"
+        if in_one_piece or frames.segments is None:
             return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
-        sizes = [sum(group.lengths) for group in frames.groups]
-        parts = zip(*(tensor.split(sizes) for tensor in (hidden_states, cos, sin)), frames.groups)
+        bytes_of_a_patch = hidden_states.shape[-1] * hidden_states.element_size()
+        groups = frame_groups(frames.runs, _BYTES_OF_A_GROUP // bytes_of_a_patch)
+        if len(groups) == 1:
+            return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
+        sizes = [sum(group.lengths) for group in groups]
+        parts = zip(*(tensor.split(sizes) for tensor in (hidden_states, cos, sin)), groups)
         outputs = (forward(self, *tensors, cu_seqlens, group, **kwargs) for *tensors, group in parts)
         if torch.is_grad_enabled():
             return torch.cat(list(outputs))
