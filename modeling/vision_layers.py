@@ -141,10 +141,10 @@ def alternating_rotary(positions: torch.Tensor, theta: float, head_dim: int) -> 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (i, i + head_dim // 2) of `heads` (num_patches, num_heads, head_dim), in float32."""
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = heads.float().chunk(2, dim=-1)
-    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-    return torch.cat([half.to(heads.dtype) for half in turned], dim=-1)
+    cos, sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
+    wide = heads.float()
+    partners = wide.roll(heads.shape[-1] // 2, dims=-1)
+    return (wide * cos).addcmul_(partners, sin).to(heads.dtype)
 
 
 def group_by_group(forward):
