@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from .patch_grids import frame_groups
 
+# What a CPU works on at a time: float32 values of a norm, which its cache holds, and a layer's input states.
 _VALUES_OF_A_BLOCK = 2**19
 _BYTES_OF_A_GROUP = 2**22
 
@@ -57,8 +58,9 @@ class _RMSNormInBlocks(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         states, weight, _ = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(states, weight, output[1])
+        _, inverses = output
+        ctx.mark_non_differentiable(inverses)
+        ctx.save_for_backward(states, weight, inverses)
 
     @staticmethod
     @once_differentiable
@@ -156,12 +158,11 @@ def group_by_group(forward):
 
     @wraps(forward)
     def in_groups(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs):
-        in_one_piece = hidden_states.device.type != "cpu" or self.config._attn_implementation != "sdpa"
-        if in_one_piece or frames.segments is None:
-            return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
-        bytes_of_a_patch = hidden_states.shape[-1] * hidden_states.element_size()
-        groups = frame_groups(frames.runs, _BYTES_OF_A_GROUP // bytes_of_a_patch)
-        if len(groups) == 1:
+        groups = ()
+        if hidden_states.is_cpu and self.config._attn_implementation == "sdpa" and frames.segments is not None:
+            bytes_of_a_patch = hidden_states.shape[-1] * hidden_states.element_size()
+            groups = frame_groups(frames.runs, _BYTES_OF_A_GROUP // bytes_of_a_patch)
+        if len(groups) < 2:
             return forward(self, hidden_states, cos, sin, cu_seqlens, frames, **kwargs)
         sizes = [sum(group.lengths) for group in groups]
         parts = zip(*(tensor.split(sizes) for tensor in (hidden_states, cos, sin)), groups)
