@@ -1,8 +1,8 @@
 """LFM3-VL prompts with images and videos -> model inputs: every placeholder becomes as many tokens as its media need."""
 
 import numpy as np
+from transformers import AutoTokenizer
 from transformers.processing_utils import MultiModalData, ProcessorMixin
-from transformers.utils import is_torchvision_available
 
 from ..configuration.flat_code import SavesItsCode
 from .image_processing_lfm3_vl import Lfm3VlImageProcessor, Lfm3VlImageProcessorPil
@@ -22,6 +22,10 @@ class Lfm3VlProcessor(SavesItsCode, PromptsWithMedia, ProcessorMixin):
     """
 
     hub_classes = {"AutoProcessor": "processing_lfm3_vl.Lfm3VlProcessor"}
+    media_processors = {
+        "image_processor": {"torchvision": Lfm3VlImageProcessor, "pil": Lfm3VlImageProcessorPil},
+        "video_processor": dict.fromkeys(("torchvision", "pil"), Lfm3VlVideoProcessor),
+    }
     text_kwargs = {"return_token_type_ids": False, "padding": True, "padding_side": "left"}
     videos_kwargs = {"return_metadata": True}
     return_mm_token_type_ids = False
@@ -45,19 +49,9 @@ class Lfm3VlProcessor(SavesItsCode, PromptsWithMedia, ProcessorMixin):
         super().__init__(image_processor, tokenizer, video_processor, chat_template=chat_template)
 
     @classmethod
-    def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path, processor_dict=None, backend=None, **kwargs
-    ):
-        # The inherited method asks the Auto classes, which want trust_remote_code again, or answer with others' classes.
-        backend = backend or ("torchvision" if is_torchvision_available() else "pil")
-        images = {"torchvision": Lfm3VlImageProcessor, "pil": Lfm3VlImageProcessorPil}[backend]
-        media_settings = {*images.valid_kwargs.__annotations__, *Lfm3VlVideoProcessor.valid_kwargs.__annotations__}
-        for_tokenizer = {name: value for name, value in kwargs.items() if name not in media_settings}
-        return [
-            images.from_pretrained(pretrained_model_name_or_path, **kwargs),
-            cls._load_tokenizer_from_pretrained("tokenizer", pretrained_model_name_or_path, **for_tokenizer),
-            Lfm3VlVideoProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs),
-        ]
+    def load_tokenizer(cls, folder, **kwargs):
+        """The tokenizer of a checkpoint, of the class that its files name."""
+        return AutoTokenizer.from_pretrained(folder, **kwargs)
 
     def check_argument_for_proper_class(self, argument_name, argument):
         # The inherited check looks video processors up in a table that does not exist without torchvision.

@@ -63,7 +63,7 @@ class PixtralProcessor(SavesItsCode, PromptsWithImages, ProcessorMixin):
 
     hub_classes = {"AutoProcessor": "processing_pixtral.PixtralProcessor"}
     family_name = "Pixtral"
-    image_processors = {"torchvision": PixtralImageProcessor, "pil": PixtralImageProcessorPil}
+    media_processors = {"image_processor": {"torchvision": PixtralImageProcessor, "pil": PixtralImageProcessorPil}}
     text_kwargs = {"return_token_type_ids": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
     images_kwargs = {"return_tensors": "pt"}
     return_mm_token_type_ids = False

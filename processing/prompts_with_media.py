@@ -7,7 +7,42 @@ from .media_loading import flat_media, is_image, share_among_prompts
 
 
 class PromptsWithMedia:
-    """Base of every joint processor."""
+    """Base of every joint processor.
+
+    `media_processors`: its image processor, and video processor if any, `{"image_processor": {backend: class}}`.
+    """
+
+    @classmethod
+    def load_parts(cls, folder, backend=None, **kwargs):
+        """Image processor, tokenizer and the like of a checkpoint, by name, with `kwargs` as settings.
+
+        A part that is among `kwargs` already stands for the checkpoint's.
+        """
+        # transformers' own way asks the Auto classes, which want trust_remote_code again, or give others' classes.
+        backend = backend or ("torchvision" if is_torchvision_available() else "pil")
+        media = {part: classes[backend] for part, classes in cls.media_processors.items()}
+        for_media = {setting for part in media.values() for setting in part.valid_kwargs.__annotations__}
+        given = {part: kwargs.pop(part, None) for part in cls.get_attributes()}
+        for_tokenizer = {name: value for name, value in kwargs.items() if name not in for_media}
+        parts = {name: given[name] or part.from_pretrained(folder, **kwargs) for name, part in media.items()}
+        return parts | {"tokenizer": given["tokenizer"] or cls.load_tokenizer(folder, **for_tokenizer)}
+
+    @classmethod
+    def load_tokenizer(cls, folder, **kwargs):
+        """The tokenizer of a checkpoint."""
+        return TokenizersBackend.from_pretrained(folder, **kwargs)
+
+    @classmethod
+    def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, processor_dict=None, **kwargs):
+        # Asked by transformers 5.24, which wants the parts in the order of `__init__`.
+        parts = cls.load_parts(pretrained_model_name_or_path, **kwargs)
+        return [parts[name] for name in cls.get_attributes()]
+
+    @classmethod
+    def _resolve_subprocessors(cls, pretrained_model_name_or_path, processor_dict, **kwargs):
+        # Asked by transformers from 5.25 on.
+        parts = cls.load_parts(pretrained_model_name_or_path, **kwargs)
+        return processor_dict | parts, {name: value for name, value in kwargs.items() if name not in parts}
 
     def check_prompts(self, text):
         """Raises `ValueError` where one of the prompts is no string."""
@@ -33,26 +68,8 @@ class PromptsWithMedia:
 class PromptsWithImages(PromptsWithMedia):
     """Base of a joint processor that takes images alone.
 
-    `family_name` is what an error calls the family; `image_processors` are its classes, by backend.
+    `family_name` is what an error calls the family.
     """
-
-    @classmethod
-    def _get_arguments_from_pretrained(
-        cls, pretrained_model_name_or_path, processor_dict=None, backend=None, **kwargs
-    ):
-        # The inherited method asks the Auto classes, which want trust_remote_code again, or answer with others' classes.
-        images = cls.image_processors[backend or ("torchvision" if is_torchvision_available() else "pil")]
-        for_images = images.valid_kwargs.__annotations__
-        for_tokenizer = {name: value for name, value in kwargs.items() if name not in for_images}
-        return [
-            images.from_pretrained(pretrained_model_name_or_path, **kwargs),
-            cls.load_tokenizer(pretrained_model_name_or_path, **for_tokenizer),
-        ]
-
-    @classmethod
-    def load_tokenizer(cls, folder, **kwargs):
-        """The tokenizer of a checkpoint."""
-        return TokenizersBackend.from_pretrained(folder, **kwargs)
 
     def prepare_inputs_layout(self, images=None, text=None, videos=None, audio=None, **kwargs):
         for name, media in (("videos", videos), ("audio", audio)):
