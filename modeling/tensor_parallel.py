@@ -19,7 +19,8 @@ from transformers.distributed.utils import _warning_once_on_rank_zero
 class StackedColwiseParallel(PackedColwiseParallel):
     """Linear maps stacked in one weight, and in one bias: every rank holds its part of each of them."""
 
-    def shard_param(self, module, param, mesh):
+    # `context`: configuration and meshes, which transformers passes from 5.25 on.
+    def shard_param(self, module, param, mesh, **context):
         from torch.distributed.tensor.placement_types import _StridedShard
 
         _distribute(module, param, mesh, _StridedShard(dim=0, split_factor=self.split_factor))
@@ -31,14 +32,14 @@ class ChannelwiseConvParallel(TensorParallelLayer):
     def should_use_local_tensors(self, module):
         return True
 
-    def shard_param(self, module, param, mesh):
+    def shard_param(self, module, param, mesh, **context):
         from torch.distributed.tensor import Shard
 
         _distribute(module, param, mesh, Shard(0))
 
-    def install_forward(self, module, mesh):
+    def install_forward(self, module, mesh, **context):
         module.groups //= mesh.size()
-        return super().install_forward(module, mesh)
+        return super().install_forward(module, mesh, **context)
 
 
 class ReadsConvParallel(TensorParallelLayer):

@@ -80,8 +80,9 @@ def test_a_checkpoint_of_the_published_shapes_loads_whole():
     config = Lfm3VlConfig()
     with torch.device("meta"):
         state = {name: torch.empty(shape) for name, shape in published_shapes(config).items()}
+    # transformers 5.25 looks for kernels of the model's device, and `kernels` knows no meta device.
     model, info = Lfm3VlForConditionalGeneration.from_pretrained(
-        None, config=config, state_dict=state, device_map="meta", output_loading_info=True
+        None, config=config, state_dict=state, device_map="meta", use_kernels=False, output_loading_info=True
     )
     assert_clean(info)
     loaded = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
