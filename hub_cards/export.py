@@ -222,6 +222,7 @@ def _write_model(folder: Path, work: Path, fields: dict, family: Family, link: b
     for name in _PROCESSOR_FILES:
         if (folder / name).is_file() and (family.video_processor or "video" not in name):
             settings = _read_json(folder / name)
+            _complete_image_settings(name, settings, folder, family)
             parts += _point_to_code(name, settings, family, is_tower)
             _write_json(work / name, settings)
     write_code(work, parts)
@@ -300,6 +301,17 @@ def _image_processor_settings(folder: Path, family: Family) -> dict | None:
     # Read by the class itself: older layouts spread the fields over several files, or have them in config.json.
     settings = family.image_processor.from_pretrained(folder).to_dict()
     return {name: value for name, value in settings.items() if name not in ("processor_class", "auto_map")}
+
+
+def _complete_image_settings(name: str, settings: dict, folder: Path, family: Family) -> None:
+    """Add to the image processor's settings, in place, the fields that older layouts keep elsewhere.
+
+    Since transformers 5.25 `AutoImageProcessor` hands a class what it found in one place, instead of the folder.
+    """
+    nested = settings if name == "preprocessor_config.json" else settings.get("image_processor")
+    if isinstance(nested, dict):
+        found, _ = family.image_processor.get_image_processor_dict(folder)
+        nested |= {field: value for field, value in found.items() if field not in nested}
 
 
 def _point_to_code(name: str, settings: dict, family: Family, is_tower: bool) -> list[type]:

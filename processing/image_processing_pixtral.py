@@ -12,12 +12,15 @@ from transformers.image_processing_utils import BatchFeature
 from transformers.image_transforms import group_images_by_shape, reorder_images
 from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs, ProcessorMixin
+from transformers.utils import logging
 
 from ..configuration.configuration_pixtral import PixtralConfig
 from ..configuration.flat_code import SavesItsCode
 from .any_image import ReadsAnyImage, TorchvisionImages, check_normalized_on_device
 from .media_loading import channels_first, read_pixels
 from .patch_geometry import finished_patches, patchify, refuse_empty
+
+logger = logging.get_logger(__name__)
 
 LAYOUTS = ("packed", "padded")
 
@@ -78,6 +81,17 @@ class PixtralImageRules(ReadsAnyImage):
             joint, _ = ProcessorMixin.get_processor_dict(pretrained_model_name_or_path, **kwargs)
             fields["spatial_merge_size"] = joint.get("spatial_merge_size", 1)
         return fields, unused
+
+    @classmethod
+    def from_dict(cls, image_processor_dict, **kwargs):
+        """As transformers'; warns where the merge size is not among the fields, nor in `kwargs`."""
+        # Since transformers 5.25 AutoImageProcessor comes here by itself, with no folder to look for the size in.
+        if "spatial_merge_size" not in image_processor_dict | kwargs:
+            logger.warning_once(
+                "the image processor's settings do not say spatial_merge_size, so it is 1; for a model that merges "
+                "patches load with AutoProcessor or PixtralImageProcessor.from_pretrained, or give spatial_merge_size"
+            )
+        return super().from_dict(image_processor_dict, **kwargs)
 
     def _standardize_kwargs(self, **kwargs):
         settings = super()._standardize_kwargs(**kwargs)

@@ -60,7 +60,9 @@ class DeepseekV4Processor(SavesItsCode, PromptsWithImages, ProcessorMixin):
 
     hub_classes = {"AutoProcessor": "processing_deepseek_v4_vl.DeepseekV4Processor"}
     family_name = "DeepSeek-V4"
-    media_processors = {"image_processor": {"torchvision": DeepseekV4ImageProcessor, "pil": DeepseekV4ImageProcessorPil}}
+    media_processors = {
+        "image_processor": {"torchvision": DeepseekV4ImageProcessor, "pil": DeepseekV4ImageProcessorPil}
+    }
     text_kwargs = {"return_token_type_ids": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
     images_kwargs = {"return_tensors": "pt"}
     return_mm_token_type_ids = False

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
 from gridtower.hub_cards.export import source_folder
@@ -82,6 +84,18 @@ SIZES = {
     "lfm3_vl": [{"size": {"shortest_edge": 64, "longest_edge": area}} for area in (64, 144)],
     "pixtral": [{"size": {"longest_edge": edge}} for edge in (32, 16)],
 }
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.25"), reason="takes given parts from 5.25 on")
+@families
+def test_given_parts_stand_for_those_of_the_checkpoint(family, tmp_path):
+    _, processor = TINY_MODELS[family]()
+    media = {name: getattr(processor, name) for name in processor.get_attributes() if name != "tokenizer"}
+    processor.tokenizer.save_pretrained(tmp_path)
+    loaded = type(processor).from_pretrained(tmp_path, **media)
+    assert all(getattr(loaded, name) is part for name, part in media.items())
+    processor.save_pretrained(tmp_path)
+    assert type(processor).from_pretrained(tmp_path, tokenizer=processor.tokenizer).tokenizer is processor.tokenizer
 
 
 @families

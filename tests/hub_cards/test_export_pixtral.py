@@ -15,6 +15,7 @@ from gridtower.hub_cards.export import export
 from ..modeling.test_native_pixtral import native_folder
 from ..processing.test_processing_pixtral import write_native_folder
 from .test_export import run_without_gridtower
+from .tiny_models import tiny_pixtral
 
 PROMPT = "[INST][IMG]he[/INST]"
 
@@ -83,6 +84,23 @@ print(len(extract({str(tmp_path / "picture.png")!r})))
     full = PixtralForConditionalGeneration.from_pretrained(native)
     states = full.get_image_features(**inputs).last_hidden_state
     torch.testing.assert_close(tower(**inputs).last_hidden_state, states)
+
+
+@pytest.mark.parametrize("layout", ["one file", "two files"])
+def test_the_image_processor_by_itself_knows_the_merge_size_of_the_joint_file(layout, tmp_path):
+    model, processor = tiny_pixtral()
+    assert processor.spatial_merge_size == 2
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    processor.save_pretrained(source)
+    joint = json.loads((source / "processor_config.json").read_text())
+    images = joint["image_processor"]
+    del images["spatial_merge_size"]
+    if layout == "two files":
+        (source / "preprocessor_config.json").write_text(json.dumps(joint.pop("image_processor")))
+    (source / "processor_config.json").write_text(json.dumps(joint | {"spatial_merge_size": 2}))
+    load = "print(AutoImageProcessor.from_pretrained(source, trust_remote_code=True).spatial_merge_size)"
+    assert run_without_gridtower(load, export(source, tmp_path / "hub"), tmp_path) == ["2"]
 
 
 def test_a_llava_folder_with_another_tower_is_refused(tmp_path):

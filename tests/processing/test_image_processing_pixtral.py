@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import PIL.Image
@@ -337,6 +339,16 @@ def test_the_merge_size_of_a_published_folder_is_found_in_the_joint_file(backend
     processor = backend.from_pretrained(tmp_path)
     assert processor.spatial_merge_size == 2 and processor.patch_size == 14
     assert processor.image_grid(1080, 675) == (78, 50)
+
+
+@both_backends
+def test_settings_without_a_merge_size_are_taken_as_one_with_a_warning(backend):
+    # In another process: a warning comes once.
+    code = "from gridtower import *; "
+    for fields, warned in (({"patch_size": 14}, True), ({"patch_size": 14, "spatial_merge_size": 1}, False)):
+        show = f"print({backend.__name__}.from_dict({fields}).spatial_merge_size)"
+        done = subprocess.run([sys.executable, "-c", code + show], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["1"] and ("give spatial_merge_size" in done.stderr) == warned
 
 
 @both_backends
